@@ -14,6 +14,7 @@ from tests.virtual.remains import own_nbytes, remains
 from xrank.errors import LayoutError, RankFailedError, RankTimeoutError
 from xrank.virtual import VirtualCluster, processes
 from xrank.virtual.engine import DeviceJob, make_heading
+from xrank.virtual.engine import HOST
 from xrank.virtual.shared_channels import SharedChannel, SharedLinks, SharedMemory
 
 TIMEOUTS = (0.8, 5, 25)
@@ -108,7 +109,7 @@ def is_interrupted(device):
 
 def waits_for_ever(device):
     """For the host, which sends nothing."""
-    device._links.from_host.receive()
+    device._links.from_device(HOST).receive()
 
 
 FAILING = {

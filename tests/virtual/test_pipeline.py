@@ -7,7 +7,7 @@ from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram, make_gpipe, make_schedule
+from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram, make_schedule
 from xrank.virtual.programs import Send, Take, plan
 from xrank.virtual.sharding import Mesh, TensorSharding
 
@@ -60,9 +60,9 @@ def test_an_axis_without_a_part_is_refused():
 
 def test_a_schedule_of_another_pipeline_is_refused():
     with pytest.raises(UsageError, match="for another pipeline") as failure:
-        Pipeline(2, 4, schedule=make_gpipe(3, 2))
+        Pipeline(2, 4, schedule=make_schedule("gpipe", 3, 2))
     assert (failure.value.got, failure.value.want) == ("3 runs over 2 stages", "4 runs over 2 stages")
-    assert Pipeline(2, 4, schedule=make_gpipe(4, 2)).num_cycles == 10
+    assert Pipeline(2, 4, schedule=make_schedule("gpipe", 4, 2)).num_cycles == 10
 
 
 def test_pipelines_are_values():

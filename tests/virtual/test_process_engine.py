@@ -37,11 +37,11 @@ def test_packets_come_in_order_and_returned_arrays_outlive_the_run():
 
     def body(links):
         for number, packet in enumerate(packets):
-            got = links.from_host.receive(make_heading("packet", call=number))
+            got = links.from_device(HOST).receive(make_heading("packet", call=number))
             assert np.array_equal(got, packet)
             got += 1
-            links.to_host.send(got, make_heading("return", call=number))
-        return links.to_host.sent.messages
+            links.to_device(HOST).send(got, make_heading("return", call=number))
+        return links.to_device(HOST).sent.messages
 
     outcome = processes.run([DeviceJob(5, body, packets, 50), DeviceJob(2, body, packets, 50)], timeout_seconds=30)
     assert outcome.results == (50, 50)

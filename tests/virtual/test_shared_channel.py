@@ -120,7 +120,7 @@ def test_memory_is_that_of_what_is_held_at_once():
             sender.to_device(1).send(array)
             receiver.from_device(0).receive()
             receiver.push_returned()
-            sender.to_host.send(array)
+            sender.to_device(HOST).send(array)
             host.from_device(0).receive()
             host.push_returned()
         assert sender.arena._warm == array.nbytes
@@ -165,8 +165,8 @@ def test_many_messages_come_in_order_and_leave_no_memory_taken():
 def test_the_hosts_arrays_outlive_the_run():
     array = filled((1 << 20,), "BF16", "torch")
     with shared_ends() as (sender, _, host):
-        sender.to_host.send(array)
-        sender.to_host.send_object({"t": array, "n": [filled((300, 400), "F64", "numpy")]})
+        sender.to_device(HOST).send(array)
+        sender.to_device(HOST).send_object({"t": array, "n": [filled((300, 400), "F64", "numpy")]})
         got, value = host.from_device(0).receive(), host.from_device(0).receive_object()
         host.push_returned()
         sender.collect()
@@ -188,7 +188,7 @@ def test_objects_bring_their_arrays_and_what_they_share():
     with shared_ends() as (sender, receiver, host):
         for _ in range(2):
             sender.to_device(1).send_object(value)
-            sender.to_host.send_object(value)
+            sender.to_device(HOST).send_object(value)
             for got in (receiver.from_device(0).receive_object(), host.from_device(0).receive_object()):
                 for name in ("small", "brain", "plain", "order", "empty"):
                     assert same(got[name], value[name]), name

@@ -35,8 +35,7 @@ from xrank.words import list_text
 class GradientBuffer:
     """The memory of one `PlannedBuffer`: gradients, and with the distributed optimizer also the parameters.
 
-    Parameters that move into the buffer keep their values and stay the same objects; their old memory is freed. Views
-    live as long as the buffer: `release` and `restore` free and allocate the memory below them.
+    Views live as long as the buffer: `release` and `restore` free and allocate the memory below them.
     """
 
     def __init__(
@@ -332,10 +331,7 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _WideSum:
-    """A reduce-scatter that sends gradients in their own dtype and adds them up in float32.
-
-    Each sum is rounded once. A collective's own sum of n gradients of 16 bits is rounded up to n - 1 times.
-    """
+    """A reduce-scatter that adds up gradients of 16 bits in float32, and so rounds each sum once, not n - 1 times."""
 
     def __init__(self, shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> None:
         received = torch.empty_like(whole)
@@ -554,9 +550,14 @@ class GradientHooks:
         self.give_views()
         # A weak reference: torch keeps these hooks where the garbage collector sees no cycle, so an unused wrapper
         # would stay alive with its buffers and process groups.
-        hooks = weakref.ref(self)
+        reference = weakref.ref(self)
+
+        def take_gradient(index: int, parameter: torch.Tensor) -> None:
+            if (hooks := reference()) is not None:
+                hooks.take_gradient(index, parameter)
+
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_take_gradient, hooks, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(take_gradient, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters.values())
         ]
 
@@ -610,12 +611,13 @@ class GradientHooks:
         if foreign:
             rank, axis = self._plan.rank, foreign[0]
             # torch has scaled the gradient by its own rules, not by the plan's.
-            fault = At(planned.name, rank).fault(
-                f"on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
-                f"leave {axis} out of the mesh of the activations: gradients along it are added up here",
-                f"activations that are DTensors along {axis}",
+            self._sync.faults.append(
+                At(planned.name, rank).fault(
+                    f"on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
+                    f"leave {axis} out of the mesh of the activations: gradients along it are added up here",
+                    f"activations that are DTensors along {axis}",
+                )
             )
-            self._sync.faults.append(fault)
         # Partial sums stay partial along axes that finalize reduces later. Along other axes torch adds them up here.
         later = {axis for one in planned.later for axis in one.axes}
         wanted = list(given)
@@ -628,9 +630,3 @@ class GradientHooks:
         local: torch.Tensor = local_of(gradient)
         local = local if local.layout is torch.strided else local.to_dense()
         self._sync.add_gradient(index, local, is_last=self.is_last_microbatch)
-
-
-def _take_gradient(hooks: weakref.ref[GradientHooks], index: int, parameter: torch.Tensor) -> None:
-    found = hooks()
-    if found is not None:
-        found.take_gradient(index, parameter)

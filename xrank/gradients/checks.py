@@ -222,10 +222,7 @@ def _describe_difference(
 def compare_with_reference(
     gradients: Mapping[str, Any], reference: Mapping[str, Any], plan: GradientPlan, tolerance: float | None
 ) -> tuple[list[GradientFinding], dict[str, Comparable]]:
-    """Return where this rank's gradients differ from those of one process, and what was compared.
-
-    Gradients are of the local shape, or None if none came; references are of the local or of the whole shape, or None.
-    """
+    """Return where this rank's gradients differ from those of one process, and what was compared."""
     findings: list[GradientFinding] = []
     compared: dict[str, Comparable] = {}
     judged: list[str] = []
@@ -322,13 +319,10 @@ def _find_local_reference(reference: Any, gradient: Any, planned: PlannedParamet
 # Factors: lengths of axes that explain a multiple of the reference
 
 
-def find_factors(
-    ratio: float, plan: GradientPlan, planned: PlannedParameter, tolerance: float = _FACTOR_TOLERANCE
-) -> tuple[str, ...]:
-    """Return the products and quotients of lengths of axes that equal gradient / reference, with the fewest axes.
+def find_factors(ratio: float, plan: GradientPlan, planned: PlannedParameter) -> tuple[str, ...]:
+    """Return the products, or else quotients (``dp/edp``), of lengths of the fewest axes that equal the ratio.
 
-    Products, or their inverses, come before quotients, and those of the parameter's own mesh before all others. A
-    quotient is written so that it equals the ratio: ``dp/edp``.
+    The parameter's own mesh comes before all others.
     """
     place = MeshPlace(plan.views, plan.rank)
     own_mesh = place.mesh(plan.buffers[planned.buffer].is_expert)
@@ -347,23 +341,23 @@ def find_factors(
             found = tuple(
                 " x ".join(chosen)
                 for chosen in combinations(lengths, count)
-                if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= tolerance
+                if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= _FACTOR_TOLERANCE
             )
             if not found and len(meshes) > 1:
-                found = _find_quotients(ratio, lengths, count, tolerance)
+                found = _find_quotients(ratio, lengths, count)
             if found:
                 return found
     return ()
 
 
-def _find_quotients(ratio: float, lengths: Mapping[str, int], count: int, tolerance: float) -> tuple[str, ...]:
+def _find_quotients(ratio: float, lengths: Mapping[str, int], count: int) -> tuple[str, ...]:
     found = []
     for chosen in combinations(lengths, count):
         for is_above in product((True, False), repeat=count):
             above = [axis for axis, above in zip(chosen, is_above, strict=True) if above]
             below = [axis for axis in chosen if axis not in above]
             quotient = prod(lengths[axis] for axis in above) / prod(lengths[axis] for axis in below)
-            if above and below and abs(ratio / quotient - 1) <= tolerance:
+            if above and below and abs(ratio / quotient - 1) <= _FACTOR_TOLERANCE:
                 text = " x ".join(below)
                 found.append((chosen, f"{' x '.join(above)}/{text if len(below) == 1 else f'({text})'}"))
     # Experts have other replicas than dense weights: to divide by the one number for the other is the usual mistake.
@@ -379,20 +373,20 @@ def describe_factor(ratio: float, plan: GradientPlan, planned: PlannedParameter)
     if not axes:
         return f"{start}, which is not a length of an axis: see numbers of micro-batches and of tokens"
     alternatives = " or ".join(axes)
-    if any("/" in one for one in axes):
+    if "/" in alternatives:
         return f"{start}, which is {alternatives}: it was divided by one of them, and the other is right"
-    if ratio > 1:
-        return f"{start}, as many as ranks along {alternatives}: a division by it is missing, or a sum was made twice"
-    return f"{start}, as many as ranks along {alternatives}: it was divided once too often, or not summed"
+    why = (
+        "a division by it is missing, or a sum was made twice"
+        if ratio > 1
+        else "it was divided once too often, or not summed"
+    )
+    return f"{start}, as many as ranks along {alternatives}: {why}"
 
 
 def _summarize_factors(
     findings: Sequence[GradientFinding], plan: GradientPlan, judged: Sequence[str]
 ) -> list[GradientFinding]:
-    """Replace findings of one factor by one finding where it is that of all gradients of a kind.
-
-    The judged gradients are those whose reference is not zero, so that a factor would show.
-    """
+    """Replace findings of one factor by one, where all judged gradients of a kind have it."""
     # The kinds of gradients that one mistake scales alike, the largest first.
     kinds = [("all gradients", list(judged))]
     for title, is_expert in (("all gradients of experts", True), ("all gradients of dense weights", False)):
@@ -638,10 +632,7 @@ def check_gradients(
 
 
 def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) -> None:
-    """Raise on all ranks if a rank has a gradient whose place in a buffer is not the plan's.
-
-    The buffer's own slices are then unknown: the plan's would compare elements that other ranks own.
-    """
+    """Raise on all ranks if a gradient is in a buffer that the plan does not know, whose slices are thus unknown."""
     if not plan.config.use_distributed_optimizer:
         return
     error: UsageError | None = None
@@ -683,10 +674,9 @@ def _match_gradients(
             findings.append(GradientFinding("shape", planned.name, (plan.rank,), message))
             continue
         matched[planned.name] = gradient
-    known = {planned.name for planned in plan.parameters} | {*plan.frozen}
     findings += (
         GradientFinding("unknown", name, (plan.rank,), "it is not a parameter of the plan")
         for name in given
-        if name not in known
+        if name not in plan and name not in plan.frozen
     )
     return matched

@@ -21,7 +21,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import torch
 from xxhash import xxh128_hexdigest
@@ -39,15 +40,28 @@ from xrank.gradients.wire import GradientWire, make_wire
 def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire:
     """Return the wire of a plan's ranks, torch's if None, after a check that the plans of all ranks fit together.
 
-    All ranks of the world call this together, as `make_wire`, and raise the same errors: a rank has the plan of another
-    rank, ranks have different meshes, or plans differ.
+    All ranks of the world call this together, as `make_wire`, and raise the same errors.
     """
     everyone = plan.all_ranks
     if wire is None:
         wire = make_wire(plan.groups())
         grids = " and ".join(mesh.grid for mesh in (plan.views.main, *(mesh for _, mesh in plan.views.others)))
         texts = wire.exchange(json.dumps([plan.rank, grids]), everyone)
-        _check_places({rank: json.loads(text) for rank, text in texts.items()})
+        places = {rank: json.loads(text) for rank, text in sorted(texts.items())}
+        first = min(places)  # all ranks compare with the lowest one, so that all name the same pair
+        for rank, (planned_rank, found) in places.items():
+            if planned_rank != rank:
+                raise At(rank=rank).error(
+                    f"rank {rank} has the plan of rank {planned_rank}, which owns other elements",
+                    "let every rank make its own plan, GradientPlan.from_module without rank=",
+                )
+            if found != places[first][1]:
+                raise At(rank=rank).error(
+                    f"ranks {first} and {rank} have different meshes",
+                    "make the same mesh on all ranks",
+                    f"on rank {rank}: {found}",
+                    f"as on rank {first}: {places[first][1]}",
+                )
     lines = agreement_lines(plan)
     mine = {}
     for ranks, found in lines.items():
@@ -74,28 +88,6 @@ def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire
     return wire
 
 
-def _check_places(places: Mapping[int, tuple[int, str]]) -> None:
-    """Check that each rank has its own plan, and that all plans are on one mesh.
-
-    Else shards of a rank would go to another rank, or an axis would have two meanings.
-    """
-    # All ranks compare with the lowest one, so that all name the same pair.
-    first = min(places)
-    for rank, (planned_rank, grids) in sorted(places.items()):
-        if planned_rank != rank:
-            raise At(rank=rank).error(
-                f"rank {rank} has the plan of rank {planned_rank}, which owns other elements",
-                "let every rank make its own plan, GradientPlan.from_module without rank=",
-            )
-        if grids != places[first][1]:
-            raise At(rank=rank).error(
-                f"ranks {first} and {rank} have different meshes",
-                "make the same mesh on all ranks",
-                f"on rank {rank}: {grids}",
-                f"as on rank {first}: {places[first][1]}",
-            )
-
-
 def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
     """Return the lines that must be equal on all replicas of a buffer, parameters first: a difference names one."""
     names = [name for bucket_id in buffer.buckets for name in plan.buckets[bucket_id].names]
@@ -112,8 +104,7 @@ def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
 def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]]:
     """Return the lines that must be equal among each set of ranks that this rank exchanges gradients with.
 
-    The lines hold configs, buffers and the owned elements of each parameter that is reduced later, so that ranks along
-    tp, or the stages that share a table, exchange equal parts. They omit a table's name: each stage has its own.
+    They omit the name of a table, because each stage has its own.
     """
     lines: dict[tuple[int, ...], list[str]] = {}
     for buffer in plan.buffers:
@@ -121,6 +112,7 @@ def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]
         if len(buffer.ranks) > 1:
             lines.setdefault(buffer.ranks, [str(plan.config)]).extend(buffer_lines(plan, buffer))
     for parameter, later in list_later(plan.parameters):
+        # Ranks along tp, or the stages that share a table, exchange equal parts.
         name = parameter.name if later.kind == "tensor" else f"a {later.kind} parameter"
         start, stop = parameter.owned
         elements = f"elements {start} to {stop} of shape {parameter.shape} in {parameter.grad_dtype}"
@@ -132,18 +124,14 @@ def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
     """Compare the lines of one set of ranks, by rank; raise the first difference between two."""
     first, *others = sorted(lines)
     for other in others:
-        mine, theirs = [*lines[first]], [*lines[other]]
-        if mine == theirs:
-            continue
-        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-        # One is the beginning of the other: the first line that is missing is the difference.
-        at = min(len(mine), len(theirs)) if at is None else at
-        raise At(rank=other).error(
-            f"ranks {first} and {other} do not lay out the same gradients",
-            "make the same module with the same marks and GradientConfig on all of them",
-            f"on rank {other}: {theirs[at] if at < len(theirs) else 'nothing more'}",
-            f"as on rank {first}: {mine[at] if at < len(mine) else 'nothing more'}",
-        )
+        for mine, theirs in zip_longest(lines[first], lines[other], fillvalue="nothing more"):
+            if mine != theirs:
+                raise At(rank=other).error(
+                    f"ranks {first} and {other} do not lay out the same gradients",
+                    "make the same module with the same marks and GradientConfig on all of them",
+                    f"on rank {other}: {theirs}",
+                    f"as on rank {first}: {mine}",
+                )
 
 
 _CHUNK = 1 << 20
@@ -209,12 +197,13 @@ def _compare_first_values(
         wire.all_reduce(bounds, ranks, "max").wait()
         for name, high, low in zip(names, bounds[: len(names)].tolist(), (~bounds[len(names) :]).tolist(), strict=True):
             if high != low:
-                fault = At(name, plan.rank).fault(
-                    f"replicas on ranks {list(ranks)} have different values before the first step",
-                    "call broadcast_params() on all ranks after the module is wrapped",
-                    f"digests {low} to {high}",
+                faults.append(
+                    At(name, plan.rank).fault(
+                        f"replicas on ranks {list(ranks)} have different values before the first step",
+                        "call broadcast_params() on all ranks after the module is wrapped",
+                        f"digests {low} to {high}",
+                    )
                 )
-                faults.append(fault)
     return faults
 
 
@@ -530,3 +519,12 @@ class DistributedDataParallel(torch.nn.Module):
     def _notify_listeners(self) -> None:
         for listener in self.value_listeners:
             listener()
+
+
+Models: TypeAlias = DistributedDataParallel | Sequence[DistributedDataParallel]
+"""One model, or several: the chunks of a virtual pipeline."""
+
+
+def list_models(models: Models) -> list[DistributedDataParallel]:
+    """Return the models in a list."""
+    return [models] if isinstance(models, torch.nn.Module) else [*models]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from xrank.errors import UsageError
-from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.distributed_data_parallel import Models
 from xrank.gradients.faults import At
 from xrank.gradients.optimizers import OWNED, list_states
 from xrank.gradients.plan import ACROSS_STAGES
@@ -44,8 +44,7 @@ class SliceLayouts:
             self._set(key, "[]", one, mesh, set())
             return
         layout, shape = self._find_layout(name, one, mesh)
-        dims = render(LayoutTree(layout.dims))
-        text = dims
+        text = dims = render(LayoutTree(layout.dims))
         if one.is_cut:
             _check_equal(name, one, layout, shape, mesh)
             # Listed, because shards are equal parts of the bucket, which cut the parameter anywhere.
@@ -182,12 +181,11 @@ def _check_equal(name: str, one: OwnedSlice, layout: TensorLayout, shape: Sequen
         )
 
 
-_Models = DistributedDataParallel | Sequence[DistributedDataParallel]
 _Names = Callable[[str], str]
 
 
 def export_gradients(
-    models: _Models, *, names: _Names | None = None, layouts: LayoutMap | None = None
+    models: Models, *, names: _Names | None = None, layouts: LayoutMap | None = None
 ) -> tuple[dict[str, torch.Tensor], LayoutMap]:
     """Return this rank's gradients under the names of their parameters, and their layouts in the whole model.
 
@@ -221,7 +219,7 @@ def export_gradients(
 
 
 def export_optimizer_shards(
-    optimizer: torch.optim.Optimizer, models: _Models, *, names: _Names | None = None, layouts: LayoutMap | None = None
+    optimizer: torch.optim.Optimizer, models: Models, *, names: _Names | None = None, layouts: LayoutMap | None = None
 ) -> tuple[dict[str, torch.Tensor], LayoutMap]:
     r"""Return the parameters and states of an optimizer on this rank, and their layouts in the whole model.
 
@@ -268,7 +266,7 @@ def export_optimizer_shards(
 @torch.no_grad()
 def load_optimizer_shards(
     optimizer: torch.optim.Optimizer,
-    models: _Models,
+    models: Models,
     tensors: Mapping[str, torch.Tensor],
     *,
     names: _Names | None = None,

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from xrank.errors import GradientError, UsageError
-from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.distributed_data_parallel import DistributedDataParallel, Models, list_models
 from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.plan import LATER_KINDS, LaterReduction, Operation
 from xrank.gradients.roles import MeshPlace
@@ -224,11 +224,8 @@ class RouterBiases:
         return done
 
 
-_Models: TypeAlias = DistributedDataParallel | Sequence[DistributedDataParallel]
-
-
 @torch.no_grad()
-def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | None = None) -> list[Reduction]:
+def finalize_model_grads(models: Models, num_tokens: torch.Tensor | float | None = None) -> list[Reduction]:
     """Add up every gradient over all ranks that have a part of it: once per step, after its last backward.
 
     All ranks of the mesh call this instead of `DistributedDataParallel.finish_grad_sync`, and raise the faults of any
@@ -255,7 +252,22 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
         >>> finalize_model_grads([ddp])  # one rank exchanges nothing
         []
     """
-    chunks = _chunks(models)
+    chunks = list_models(models)
+    strange = next((chunk for chunk in chunks if not isinstance(chunk, DistributedDataParallel)), None)
+    if not chunks or strange is not None:
+        raise At().usage_error(
+            "models must be wrapped before their gradients are finalized",
+            "wrap it: DistributedDataParallel(module, GradientPlan.from_module(module, mesh))",
+            type(strange).__name__ if chunks else "no model",
+        )
+    first = chunks[0]
+    for chunk in chunks:
+        if (chunk.plan.views, chunk.config) != (first.plan.views, first.config):
+            raise UsageError(
+                "chunks of one model must be on one mesh, with one config",
+                got=f"{chunk.plan.views.main.grid!r} with {chunk.config!r}",
+                want=f"{first.plan.views.main.grid!r} with {first.config!r}",
+            )
     for chunk in chunks:
         if chunk.sync.is_finished:
             name = chunk.plan.parameters[0].name if chunk.plan.parameters else None
@@ -265,7 +277,6 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
                 "finalize_model_grads after it, or after finish_grad_sync",
                 "finalize_model_grads once in a step: a second sum would count every replica twice",
             )
-    first = chunks[0]
     later, routers = LaterSync(chunks), RouterBiases(chunks)
     # These faults travel with the first chunk's flag: raised here, they would leave other ranks waiting.
     first.sync.faults += [*_token_faults(first, num_tokens), *later.faults, *routers.faults]
@@ -294,26 +305,6 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
     if first.config.calculate_per_token_loss:
         done += _divide_by_tokens(chunks, num_tokens)
     return done
-
-
-def _chunks(models: _Models) -> list[DistributedDataParallel]:
-    chunks = [models] if isinstance(models, torch.nn.Module) else [*models]
-    strange = next((chunk for chunk in chunks if not isinstance(chunk, DistributedDataParallel)), None)
-    if not chunks or strange is not None:
-        raise At().usage_error(
-            "models must be wrapped before their gradients are finalized",
-            "wrap it: DistributedDataParallel(module, GradientPlan.from_module(module, mesh))",
-            type(strange).__name__ if chunks else "no model",
-        )
-    first = chunks[0]
-    for chunk in chunks:
-        if (chunk.plan.views, chunk.config) != (first.plan.views, first.config):
-            raise UsageError(
-                "chunks of one model must be on one mesh, with one config",
-                got=f"{chunk.plan.views.main.grid!r} with {chunk.config!r}",
-                want=f"{first.plan.views.main.grid!r} with {first.config!r}",
-            )
-    return chunks
 
 
 def _token_faults(chunk: DistributedDataParallel, num_tokens: torch.Tensor | float | None) -> list[GradientFault]:

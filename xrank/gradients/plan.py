@@ -102,10 +102,7 @@ def lay_out(
 
 
 def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
-    """Return the number of elements that closes a bucket; None for one bucket per buffer.
-
-    The default depends on the elements that the same ranks exchange: several buckets leave while the backward runs.
-    """
+    """Return the number of elements that closes a bucket; None for one bucket per buffer."""
     if not config.overlap_grad_reduce:
         return None
     return config.bucket_size or max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, sum(numels) // _NUM_BUCKETS))
@@ -360,10 +357,7 @@ class GradientPlan:
         return tuple(sorted(self.views.main.ranks))
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
-        """Return this rank and the ranks that differ from it along axes of the dense mesh, ascending.
-
-        Axes that the mesh does not have count as of length 1.
-        """
+        """Return this rank and the ranks that differ from it along axes of the dense mesh, ascending."""
         return tuple(sorted(ranks_along(self.views.main, self.rank, axes)))
 
     @property
@@ -385,12 +379,7 @@ class GradientPlan:
         return tuple(dict.fromkeys(ranks for ranks in sets if len(ranks) > 1))
 
     def shard(self, bucket: PlannedBucket, rank: int | None = None) -> tuple[int, int]:
-        """Return the bounds in the buffer of a rank's shard of a bucket; without shards, of the whole bucket.
-
-        Args:
-            bucket: a bucket of this plan.
-            rank: one of the buffer's `shard_ranks`; the plan's rank when None.
-        """
+        """Return the bounds in the buffer of a rank's shard of a bucket; without shards, of the whole bucket."""
         if not self.config.use_distributed_optimizer:
             return bucket.start, bucket.stop
         buffer = self.buffers[bucket.buffer]
@@ -590,14 +579,12 @@ def _make_plan(
 def iter_parameters(
     module: torch.nn.Module | Sequence[torch.nn.Module],
 ) -> Iterable[tuple[str, torch.nn.Parameter]]:
-    """Yield all names and parameters in the order of registration, a parameter under each of its names.
-
-    Names in several chunks start with the chunk's number, as in a ``ModuleList``.
-    """
+    """Yield all names and parameters in the order of registration, a parameter under each of its names."""
     if isinstance(module, torch.nn.Module):
         yield from module.named_parameters(remove_duplicate=False)
         return
     for number, chunk in enumerate(module):
+        # As in a ModuleList.
         yield from chunk.named_parameters(prefix=str(number), remove_duplicate=False)
 
 

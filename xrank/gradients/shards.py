@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from xrank.errors import UsageError
-from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.distributed_data_parallel import DistributedDataParallel, Models, list_models
 from xrank.gradients.faults import At
 from xrank.gradients.optimizers import ATTACHED, OWNED, check_optimizer
 from xrank.gradients.plan import PlannedParameter
@@ -79,12 +79,9 @@ class OwnedSlice:
         return self.take_from(self.model.main_grad(self.planned.name))
 
 
-def list_owned_slices(
-    models: DistributedDataParallel | Sequence[DistributedDataParallel],
-) -> Mapping[str, OwnedSlice]:
+def list_owned_slices(models: Models) -> Mapping[str, OwnedSlice]:
     """Return this rank's part of every parameter that has a gradient, in the order of the plans; parts may be empty."""
-    several = [models] if isinstance(models, DistributedDataParallel) else list(models)
-    found = {}
+    several, found = list_models(models), {}
     for number, model in enumerate(several):
         for planned in model.plan.parameters:
             name = planned.name if len(several) == 1 else f"{number}.{planned.name}"
@@ -109,7 +106,7 @@ class ParameterShards:
         ['weight', 'bias']
     """
 
-    def __init__(self, models: DistributedDataParallel | Sequence[DistributedDataParallel]) -> None:
+    def __init__(self, models: Models) -> None:
         self.slices = list_owned_slices(models)
         """Slices by name, in the order of the shards."""
         self.models = tuple(dict.fromkeys(one.model for one in self.slices.values()))
@@ -124,15 +121,12 @@ class ParameterShards:
             model.value_listeners.append(self.refresh)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Return the shards with the names of their parameters.
-
-        Empty shards are included, so that all ranks have states of the same names.
-        """
-        yield from self._shards.items()
+        """Return the shards with the names of their parameters; also empty ones, so that all ranks have equal names."""
+        return iter(self._shards.items())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the shards."""
-        yield from self._shards.values()
+        return iter(self._shards.values())
 
     def map_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
         """Return an optimizer's parameter groups with the shards in the place of the models' parameters.
@@ -249,14 +243,12 @@ class ParameterShards:
         self.give_gradients()
 
 
-_Models = DistributedDataParallel | Sequence[DistributedDataParallel]
-
 _ALMOST = 1e-4
 """Relative difference up to which unequal norms may be those of copies that drifted apart."""
 
 
 @torch.no_grad()
-def grad_norm(models: _Models, *, norm_type: float = 2.0) -> torch.Tensor:
+def grad_norm(models: Models, *, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of the model, after `finalize_model_grads`; the same on all ranks.
 
     All ranks of the mesh call this together. It is the norm that one process with the whole model would compute,
@@ -286,7 +278,7 @@ def grad_norm(models: _Models, *, norm_type: float = 2.0) -> torch.Tensor:
     if not norm_type > 0:
         raise UsageError("norm_type is not a positive number", got=repr(norm_type), want="2, math.inf, or above 0")
     slices = list(list_owned_slices(models).values())
-    first = models if isinstance(models, DistributedDataParallel) else models[0]
+    first = list_models(models)[0]
     wire, ranks = first.wire, first.plan.all_ranks
     # The sum of the elements' powers of each slice, or their maximum for an infinite norm.
     powers = torch.zeros(len(slices), dtype=torch.float64, device=wire.device)
@@ -314,7 +306,7 @@ def grad_norm(models: _Models, *, norm_type: float = 2.0) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_grad_norm(
-    models: _Models, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    models: Models, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Scale all gradients of the model so that their norm is at most ``max_norm``, and return the norm from before.
 
@@ -347,7 +339,7 @@ def clip_grad_norm(
             "set GradientConfig(check_for_nan_in_grad=True), which names the parameter; or error_if_nonfinite=False",
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for model in [models] if isinstance(models, DistributedDataParallel) else models:
+    for model in list_models(models):
         model.scale_gradients(factor)
     return norm
 

@@ -110,13 +110,12 @@ class RankWatch:
         self._name = f"died/{xxh128_hexdigest(processes.encode())}"
 
     def wait(self, work: Any, *, is_on_host: bool) -> None:
-        """Wait for a collective, or raise the error that names a rank that has ended.
-
-        On the host ``work.wait`` itself blocks until the results are there.
-        """
+        """Wait for a collective, or raise the error that names a rank that has ended."""
         while not work.is_completed():
             if is_on_host:
-                with suppress(RuntimeError):  # this wait's own timeout; a failed collective counts as completed
+                # It blocks until the results are there. The error is of this wait's own timeout: a failed collective
+                # counts as completed.
+                with suppress(RuntimeError):
                     work.wait(timedelta(seconds=_LOOK_SECONDS))
                     return
             else:
@@ -168,16 +167,12 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGr
 """Groups of each world that contain this rank, and torch's stand-ins for other groups."""
 
 
-def make_wire(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None = None) -> TorchWire:
+def make_wire(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None = None) -> _TorchWire:
     """Return a wire with a process group for each set of ranks; all ranks of the world call this together.
 
-    Groups have the world's backend, and are made once, in one order on all ranks. They are kept until the world ends. A
-    rank without exchanges passes no sets. All ranks raise the same error if some ranks of a set do not ask for it. The
-    first call also finds the processes of all ranks, so that collectives name a rank that ends.
-
-    Args:
-        wanted: sets of ranks that contain this rank: ``GradientPlan.groups()``.
-        timeout_seconds: timeout of the collectives of new groups; the world's when None.
+    Groups have the world's backend, and are kept until the world ends. `wanted` are the sets that contain this rank
+    (``GradientPlan.groups()``), none for a rank without exchanges. All ranks raise the same error if some ranks of a
+    set do not ask for it. The timeout of new groups' collectives is the world's when None.
     """
     if not dist.is_initialized():
         raise At().usage_error(
@@ -223,7 +218,7 @@ def make_wire(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None =
             made[ranks] = dist.new_group(list(ranks), timeout=timeout)
     # torch returns a stand-in for groups without this rank, which must not be used.
     found = {ranks: group for ranks, group in made.items() if rank in ranks}
-    return TorchWire({**found, tuple(range(world_size)): world}, watch)
+    return _TorchWire({**found, tuple(range(world_size)): world}, watch)
 
 
 def find_world_device() -> torch.device:
@@ -253,7 +248,7 @@ def exchange_texts(text: str, group: dist.ProcessGroup | None = None, watch: Ran
     return [found[:length].cpu().numpy().tobytes().decode() for found, length in zip(texts, lengths, strict=True)]
 
 
-class TorchWire:
+class _TorchWire:
     """The collectives of torch's process groups. All methods, and waits on handles, name a rank that has ended."""
 
     def __init__(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup], watch: RankWatch | None) -> None:
@@ -261,29 +256,23 @@ class TorchWire:
         self.device = find_world_device()
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], how: Combination) -> Handle:
-        """Combine a tensor in place."""
         return self._start(ranks, dist.all_reduce, tensor, op=_OPERATIONS[how])
 
     def reduce_scatter(
         self, shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], how: Combination
     ) -> Handle:
-        """Combine a tensor and keep this rank's part."""
         return self._start(ranks, _reduce_scatter, shard, whole, op=_OPERATIONS[how])
 
     def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Exchange parts."""
         return self._start(ranks, dist.all_to_all_single, received, whole)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Gather the parts of all ranks."""
         return self._start(ranks, _all_gather, whole, shard)
 
     def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Send the first rank's tensor to all ranks."""
         return self._start(ranks, dist.broadcast, tensor, src=ranks[0])
 
     def exchange(self, text: str, ranks: tuple[int, ...]) -> Mapping[int, str]:
-        """Return each rank's text."""
         if len(ranks) == 1:
             return {ranks[0]: text}
         return dict(zip(ranks, exchange_texts(text, self._find_group(ranks), self._watch), strict=True))

@@ -67,16 +67,6 @@ from xrank.virtual.programs import (
 from xrank.virtual.sharding import MeshLike, as_device_mesh, group_of
 
 
-def sent_message(array: Array) -> Traffic:
-    """Return the traffic of one array that was sent."""
-    return Traffic(0, 1, 0, array.nbytes, 0)
-
-
-def received_message(array: Array) -> Traffic:
-    """Return the traffic of one array that was received."""
-    return Traffic(0, 0, 1, 0, array.nbytes)
-
-
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
     """One call of a collective by one device."""
@@ -124,10 +114,10 @@ class CollectiveCall:
             if isinstance(step, SendSlot):
                 array = self.slots[step.slot]
                 links.to_device(self.members[step.member]).send(array, self.heading)
-                traffic += sent_message(array)
+                traffic += Traffic(0, 1, 0, array.nbytes, 0)
                 continue
             array = links.from_device(self.members[step.member]).receive(self.heading)
-            traffic += received_message(array)
+            traffic += Traffic(0, 0, 1, 0, array.nbytes)
             if wanted:
                 # A ring forwards slots: the array comes from the member of the slot's number, not from the neighbour.
                 origin = step.member if self.course.start != "whole" else step.slot
@@ -325,26 +315,25 @@ class VirtualDevice:
     def send(self, array: Array, device: int) -> None:
         """Send an array to one other device, which must call `receive`; returns without waiting for it."""
         self._check_array("send", array)
-        channel = self._links.to_device(self._partner(device))
-        channel.send(array)
-        self._count("send", Traffic(1) + sent_message(array))
+        self._links.to_device(self._partner(device)).send(array)
+        self._count("send", Traffic(1, 1, 0, array.nbytes, 0))
 
     def receive(self, device: int) -> Array:
         """Wait for the next array that another device sends to this one, and return it."""
         array = self._links.from_device(self._partner(device)).receive()
-        self._count("receive", Traffic(1) + received_message(array))
+        self._count("receive", Traffic(1, 0, 1, 0, array.nbytes))
         return array
 
     def receive_from_host(self) -> Array:
         """Return the host's next packet; for interpreters of programs."""
-        array = self._links.from_host.receive(make_heading("packet", call=self._from_host.calls))
-        self._from_host += Traffic(1) + received_message(array)
+        array = self._links.from_device(HOST).receive(make_heading("packet", call=self._from_host.calls))
+        self._from_host += Traffic(1, 0, 1, 0, array.nbytes)
         return array
 
     def send_to_host(self, array: Array) -> None:
         """Send a program's output to the host; for interpreters of programs."""
-        self._links.to_host.send(array, make_heading("return", call=self._to_host.calls))
-        self._to_host += Traffic(1) + sent_message(array)
+        self._links.to_device(HOST).send(array, make_heading("return", call=self._to_host.calls))
+        self._to_host += Traffic(1, 1, 0, array.nbytes, 0)
 
     def count_flops(self, flops: int) -> None:
         """Add floating-point operations that the caller has done; the device cannot see them."""

@@ -4,10 +4,10 @@ A transport is a subclass of `VirtualChannel` with `put` and `take`, and `Links`
 channels. An engine first sends each device its packets, with the heading ``make_heading("packet", call=number)``, then
 calls ``body(links)``. The call order of one device::
 
-    links.from_host.receive(...)      the packets that the host sent before the device began
-    links.to_device(d).send(...)      never waits for the receiver: two devices may both send first
-    links.from_device(d).receive(...) waits; messages of one device arrive in the order of sending
-    links.to_host.send(...)           the outputs of a program, with make_heading("return", call=number)
+    links.from_device(HOST).receive(...)  the packets that the host sent before the device began
+    links.to_device(d).send(...)          never waits for the receiver: two devices may both send first
+    links.from_device(d).receive(...)     waits; messages of one device arrive in the order of sending
+    links.to_device(HOST).send(...)       the outputs of a program, with make_heading("return", call=number)
 
 Only the device's own thread uses its ends. The engine ends a wait with an exception when another device has failed or
 the time limit is over. Both sides of a channel count every array independently of the devices' statistics, and tests
@@ -169,23 +169,11 @@ class VirtualChannel(ABC):
 class Links(Protocol):
     """One device's ends of its channels, created by the engine."""
 
-    @property
-    def from_host(self) -> VirtualChannel:
-        """The end that receives the host's packets."""
-        ...
-
-    @property
-    def to_host(self) -> VirtualChannel:
-        """The end that sends a program's outputs."""
-        ...
-
     def to_device(self, device: int) -> VirtualChannel:
-        """Return the end that sends to another device."""
-        ...
+        """Return the end that sends to another device, or to `HOST`."""
 
     def from_device(self, device: int) -> VirtualChannel:
-        """Return the end that receives from another device."""
-        ...
+        """Return the end that receives from another device, or from `HOST`."""
 
 
 def contradiction(source: int, target: int, found: Heading, wanted: Heading) -> UsageError:
@@ -363,7 +351,7 @@ class Monitor:
             return queue.popleft()
 
     def leave(self, device: int, error: BaseException | None) -> None:
-        """Record that a device has ended, and its error."""
+        """Record the end of a device."""
         with self.lock:
             self.live.discard(device)
             self.waits.pop(device, None)
@@ -392,7 +380,7 @@ class Monitor:
             waker.notify_all()
 
 
-class QueueChannel(VirtualChannel):
+class _QueueChannel(VirtualChannel):
     """A channel between two threads of one process."""
 
     def __init__(self, source: int, target: int, monitor: Monitor) -> None:
@@ -401,62 +389,53 @@ class QueueChannel(VirtualChannel):
         self.arrays: deque[tuple[Heading, Array]] = deque()
 
     def put(self, array: Array, heading: Heading) -> None:
-        """Send a copy of the array."""
         self.monitor.fill(self.arrays, (heading, copy_of(array)), self.target)
 
     def take(self, heading: Heading) -> tuple[Heading, Array]:
-        """Wait for the next array."""
         taken: tuple[Heading, Array] = self.monitor.drain(self.arrays, self.target, self.source, heading)
         return taken
 
 
 @dataclass(slots=True)
-class QueueLinks:
-    """The channels of one device; a channel between devices is created at its first use by either side."""
+class _QueueLinks:
+    """The channels of one device; a channel is created at its first use by either side."""
 
     device: int
     monitor: Monitor
-    from_host: QueueChannel
-    to_host: QueueChannel
-    between: dict[tuple[int, int], QueueChannel]
-    """Channels between devices, shared by the links of all devices."""
+    channels: dict[tuple[int, int], _QueueChannel]
+    """By source and target, shared by the links of all devices."""
 
-    def to_device(self, device: int) -> QueueChannel:
-        """Return the channel to another device."""
+    def to_device(self, device: int) -> _QueueChannel:
         return self._channel(self.device, device)
 
-    def from_device(self, device: int) -> QueueChannel:
-        """Return the channel from another device."""
+    def from_device(self, device: int) -> _QueueChannel:
         return self._channel(device, self.device)
 
-    def _channel(self, source: int, target: int) -> QueueChannel:
-        found = self.between.get((source, target))
+    def _channel(self, source: int, target: int) -> _QueueChannel:
+        found = self.channels.get((source, target))
         # If both devices create the channel at once, one wins: setdefault is atomic.
-        return found or self.between.setdefault((source, target), QueueChannel(source, target, self.monitor))
+        return found or self.channels.setdefault((source, target), _QueueChannel(source, target, self.monitor))
 
 
 def run(jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
     """Run jobs on threads, with the contract of `engine.Engine`."""
     end = monotonic() + timeout_seconds
     monitor = Monitor(live={job.device for job in jobs})
-    between: dict[tuple[int, int], QueueChannel] = {}
-    links = [
-        QueueLinks(d, monitor, QueueChannel(HOST, d, monitor), QueueChannel(d, HOST, monitor), between)
-        for d in (job.device for job in jobs)
-    ]
-    for job, link in zip(jobs, links, strict=True):
+    channels: dict[tuple[int, int], _QueueChannel] = {}
+    host = _QueueLinks(HOST, monitor, channels)
+    for job in jobs:
         for number, packet in enumerate(job.packets):
-            link.from_host.send(packet, make_heading("packet", call=number))
+            host.to_device(job.device).send(packet, make_heading("packet", call=number))
     results: dict[int, Any] = {}
     threads = {
         job.device: threading.Thread(
             # The caller's context variables, which a forked process would have as well.
             target=contextvars.copy_context().run,
-            args=(_run_device, job, link, results),
+            args=(_run_device, job, _QueueLinks(job.device, monitor, channels), results),
             name=f"virtual-device-{job.device}",
             daemon=True,
         )
-        for job, link in zip(jobs, links, strict=True)
+        for job in jobs
     }
     with _limit_torch_threads():
         try:
@@ -467,20 +446,22 @@ def run(jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
             with monitor.lock:
                 monitor.stop()
             _join_threads(monitor, threads)
-    ends = [*between.values(), *(link.from_host for link in links), *(link.to_host for link in links)]
     returned = tuple(
-        tuple(link.to_host.receive(make_heading("return", call=number)) for number in range(job.num_returned))
-        for job, link in zip(jobs, links, strict=True)
+        tuple(
+            host.from_device(job.device).receive(make_heading("return", call=number))
+            for number in range(job.num_returned)
+        )
+        for job in jobs
     )
     return EngineOutcome(
         tuple(results[job.device] for job in jobs),
         returned,
-        {(end.source, end.target): end.sent for end in ends if end.sent.messages},
-        {(end.source, end.target): end.received for end in ends if end.received.messages},
+        {ends: channel.sent for ends, channel in channels.items() if channel.sent.messages},
+        {ends: channel.received for ends, channel in channels.items() if channel.received.messages},
     )
 
 
-def _run_device(job: DeviceJob, links: QueueLinks, results: dict[int, Any]) -> None:
+def _run_device(job: DeviceJob, links: _QueueLinks, results: dict[int, Any]) -> None:
     """Run a device from beginning to end, unless the run is already over, as on a busy machine."""
     monitor, torch, error = links.monitor, sys.modules.get("torch"), None
     with monitor.lock:

@@ -74,14 +74,26 @@ def choose_block(
     # A size that divides evenly by fewer axes may not divide by more.
     kind = "/=" if inner.kind == "/" else inner.kind
     inner = DimSharding((*inner.axes, *(axis for axis in sums if axis not in inner.axes)), kind)
-    taken = {*inner.axes, *_find_column_axes(left, right, wanted, policy)}
+    cuts_columns = policy in (policies.MatchedInnerSharding, policies.FullSharding)
+    taken = set(inner.axes)
+    if cuts_columns:
+        # Axes that cut both rows and columns stay with one of them, and the other is gathered: the one that the result
+        # is not cut by, otherwise that of the factor with fewer elements.
+        of_rows = {axis for dim in left.sharding.dims[:-1] for axis in dim.axes}
+        wanted_rows = {axis for dim in wanted.dims[:-1] for axis in dim.axes}
+        keeps_columns = prod(left.shape) < prod(right.shape)
+        taken |= {
+            axis
+            for axis in right.sharding[-1].axes
+            if axis in of_rows and (axis in wanted[-1].axes or (axis not in wanted_rows and keeps_columns))
+        }
     rows = [FULL] * len(size_of_rows)
     if policy not in (policies.Unsharded, policies.UnmatchedInnerSharding):
         rows = [_cut_untaken(dim, taken) for dim in left.sharding.dims[:-1]]
     # Without the columns' axes, which were taken for the choice of rows only: columns are cut by them next.
     taken = {*inner.axes, *(axis for dim in rows for axis in dim.axes)}
     columns = FULL
-    if policy in (policies.MatchedInnerSharding, policies.FullSharding):
+    if cuts_columns:
         columns = _cut_untaken(right.sharding[-1], taken)
         taken |= set(columns.axes)
     wanted_dims = builder.canonical((*size_of_rows, size_of_columns), wanted).dims
@@ -127,24 +139,6 @@ def product_backward(
         "tn",
     )
     return redistribute(builder, of_left, left.sharding), redistribute(builder, of_right, right.sharding)
-
-
-def _find_column_axes(left: Value, right: Value, wanted: TensorSharding, policy: MatMulShardingPolicy) -> set[str]:
-    """Return the axes that cut both rows and columns and stay with the columns.
-
-    One side must be gathered: the side that the result is not cut by, otherwise the factor with fewer elements.
-    """
-    policies = MatMulShardingPolicy
-    if policy not in (policies.MatchedInnerSharding, policies.FullSharding):
-        return set()
-    of_rows = {axis for dim in left.sharding.dims[:-1] for axis in dim.axes}
-    wanted_rows = {axis for dim in wanted.dims[:-1] for axis in dim.axes}
-    keeps_columns = prod(left.shape) < prod(right.shape)
-    return {
-        axis
-        for axis in right.sharding[-1].axes
-        if axis in of_rows and (axis in wanted[-1].axes or (axis not in wanted_rows and keeps_columns))
-    }
 
 
 def _cut_untaken(dim: DimSharding, taken: set[str]) -> DimSharding:

@@ -133,67 +133,7 @@ def _check_numbers(rate: float, what: str, *parts: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Properties of a step that all its stages share."""
-
-    pipeline: Pipeline
-    optimizer: Optimizer | None
-    num_layers: int
-    relu_last: bool
-    specs: Mapping[str, ArraySpec]
-    """Specs of the arguments: ``"inputs"``, ``"targets"``, ``"weight.0"``, ``"bias.0"``, ``"mean.weight.0"``, ..."""
-
-    def layers(self, stage: int, chunk: int) -> range:
-        """Return the layers of a stage's chunk."""
-        part = chunk * self.pipeline.num_stages + stage
-        lengths = split_lengths(self.num_layers, self.pipeline.schedule.num_parts)
-        return range(sum(lengths[:part]), sum(lengths[: part + 1]))
-
-    def rows(self, run: int) -> range:
-        """Return the rows of a run."""
-        lengths = split_lengths(self.specs["inputs"].shape[0], self.pipeline.num_runs)
-        return range(sum(lengths[:run]), sum(lengths[: run + 1]))
-
-    def has_relu(self, layer: int) -> bool:
-        """Return whether relu follows a layer."""
-        return self.relu_last or layer < self.num_layers - 1
-
-    def cut(self, rows: bool = False, columns: bool = False) -> TensorSharding:
-        """Return the sharding of two dims, rows over `dp` and columns over `tp`."""
-        return TensorSharding((self.pipeline.dp if rows else None, self.pipeline.tp if columns else None))
-
-    def parameter_sharding(self, name: str) -> TensorSharding:
-        """Return the sharding of a parameter, or of one of its states, by name."""
-        if name.rpartition("weight.")[1]:
-            return self.cut(columns=True)
-        return TensorSharding((self.pipeline.tp,) if name.rpartition("bias.")[1] else ())
-
-    def parameters(self, stage: int) -> Iterator[str]:
-        """Yield the names of the parameters of a stage."""
-        for chunk in range(self.pipeline.schedule.num_chunks):
-            for layer in self.layers(stage, chunk):
-                yield f"weight.{layer}"
-                yield f"bias.{layer}"
-
-    def packets(self, stage: int) -> Iterator[Packet]:
-        """Yield the host's packets for a stage, in the order of their first use."""
-        for name in self.parameters(stage):
-            yield Packet(name, name, None, self.parameter_sharding(name))
-        for run in range(self.pipeline.num_runs):
-            if stage == 0:
-                yield Packet(f"inputs.{run}", "inputs", self.rows(run), self.cut(rows=True))
-            if stage == self.pipeline.num_stages - 1:
-                yield Packet(f"targets.{run}", "targets", self.rows(run), self.cut(rows=True, columns=True))
-        for state in self.optimizer.states if self.optimizer else ():
-            for name in self.parameters(stage):
-                if (kept := f"{state}.{name}") in self.specs:
-                    yield Packet(kept, kept, None, self.parameter_sharding(kept))
-        if "steps" in self.specs:
-            yield Packet("steps", "steps", None, TensorSharding(()))
-
-
-@dataclass(frozen=True, slots=True)
-class Packet:
+class _Packet:
     """An array that the host sends to the devices of a stage; each device receives its shard."""
 
     name: str
@@ -204,14 +144,15 @@ class Packet:
     sharding: TensorSharding
 
 
-class MLPStage(StageProgram):
-    """Writes the program of one stage."""
+class _MLPStage(StageProgram):
+    """Writes the program of one stage, for arguments of these specs by name."""
 
-    def __init__(self, setting: Setting, stage: int, builder: ProgramBuilder) -> None:
-        self._setting = setting
+    def __init__(self, mlp: MLP, specs: Mapping[str, ArraySpec], stage: int, builder: ProgramBuilder) -> None:
+        self._mlp = mlp
+        self._specs = specs
         self._stage = stage
         self._builder = builder
-        self._packets = {packet.name: packet for packet in setting.packets(stage)}
+        self._packets = {packet.name: packet for packet in mlp._list_packets(stage, specs)}
         self._parameters: dict[str, Value] = {}
         self._gradients: dict[str, Value] = {}
         self._kept: dict[tuple[int, int], tuple[Value, Value]] = {}
@@ -220,30 +161,29 @@ class MLPStage(StageProgram):
         self._losses: dict[int, Value] = {}
 
     def begin(self) -> None:
-        """Receive the parameters."""
-        for name in self._setting.parameters(self._stage):
+        for name in self._mlp._list_parameters(self._stage):
             self._parameters[name] = self._receive(name)
 
     def forward(self, run: int, chunk: int, given: Value | None) -> Value | None:
         """Write the chunk's layers; after the last layer also the loss and its gradient."""
-        setting, builder = self._setting, self._builder
+        mlp, builder = self._mlp, self._builder
         x = self._receive(f"inputs.{run}") if given is None else given
-        for layer in setting.layers(self._stage, chunk):
+        for layer in mlp._layers(self._stage, chunk):
             # A weight is cut by columns, so its product needs all columns of the input: an all-gather over `tp`.
-            x = redistribute(builder, x, setting.cut(rows=True))
+            x = redistribute(builder, x, mlp._cut(rows=True))
             product = builder.matmul(x, self._parameters[f"weight.{layer}"])
             inputs = (product, self._parameters[f"bias.{layer}"])
             y = builder.compute("add_last", inputs, product.shape, product.sharding)
-            if setting.has_relu(layer):
+            if mlp.relu_last or layer < mlp.num_layers - 1:
                 y = builder.compute("relu", (y,), y.shape, y.sharding)
             self._kept[run, layer] = x, y
             x = y
-        if layer < setting.num_layers - 1:
+        if layer < mlp.num_layers - 1:
             return x
         target = self._receive(f"targets.{run}")
-        size = {"size": setting.specs["targets"].shape[0] * setting.specs["targets"].shape[1]}
+        size = {"size": self._specs["targets"].shape[0] * self._specs["targets"].shape[1]}
         # Each device has the loss of its rows and columns.
-        sums = TensorSharding((), sums=(setting.pipeline.dp, setting.pipeline.tp))
+        sums = TensorSharding((), sums=(mlp.pipeline.dp, mlp.pipeline.tp))
         self._losses[run] = builder.compute("squared_error", (x, target), (), sums, options=lambda _: size)
         self._output_gradients[run] = builder.compute(
             "squared_error_gradient", (x, target), x.shape, x.sharding, options=lambda _: size
@@ -252,19 +192,19 @@ class MLPStage(StageProgram):
 
     def backward(self, run: int, chunk: int, given: Value | None) -> Value | None:
         """Write the gradients of the chunk's layers, added to those of earlier runs."""
-        setting, builder = self._setting, self._builder
+        mlp, builder = self._mlp, self._builder
         dy = self._output_gradients.pop(run) if given is None else given
-        for layer in reversed(setting.layers(self._stage, chunk)):
+        for layer in reversed(mlp._layers(self._stage, chunk)):
             x, y = self._kept.pop((run, layer))
-            if setting.has_relu(layer):
+            if mlp.relu_last or layer < mlp.num_layers - 1:
                 # relu's output is positive where its input is, so the output suffices and the input need not be kept.
                 dy = builder.compute("relu_backward", (y, dy), dy.shape, dy.sharding)
             self._add(f"weight.{layer}", builder.matmul(x, dy, "tn"))
-            sums = TensorSharding((dy.sharding[1],), sums=(setting.pipeline.dp,))
+            sums = TensorSharding((dy.sharding[1],), sums=(mlp.pipeline.dp,))
             self._add(f"bias.{layer}", builder.compute("column_sum", (dy,), dy.shape[1:], sums))
             dx = builder.matmul(dy, self._parameters[f"weight.{layer}"], "nt")
             # The layer below needs only its own columns: a reduce-scatter sends half the bytes of an all-reduce.
-            dy = redistribute(builder, dx, setting.cut(rows=True, columns=layer > 0))
+            dy = redistribute(builder, dx, mlp._cut(rows=True, columns=layer > 0))
         if layer > 0:
             return dy
         self._give(dy, f"input_gradients.{run}")
@@ -272,35 +212,35 @@ class MLPStage(StageProgram):
 
     def end(self) -> None:
         """Sum gradients and losses over the devices, write the optimizer step, and return the results."""
-        setting, builder = self._setting, self._builder
+        mlp, builder = self._mlp, self._builder
         if self._losses:
-            losses = tuple(self._losses[run] for run in range(setting.pipeline.num_runs))
+            losses = tuple(self._losses[run] for run in range(mlp.pipeline.num_runs))
             stacked = TensorSharding((None,), losses[0].sums)
             losses_of_device = builder.compute("stack", losses, (len(losses),), stacked)
             self._give(redistribute(builder, losses_of_device, TensorSharding.replicated(1)), "losses")
-        for name in self._setting.parameters(self._stage):
+        for name in self._mlp._list_parameters(self._stage):
             gradient = self._gradients[name]
             self._gradients[name] = redistribute(builder, gradient, gradient.sharding.without_sums())
             self._give(self._gradients[name], f"gradient.{name}")
-        if setting.optimizer is None:
+        if mlp.optimizer is None:
             return
         count = None
-        if setting.optimizer.counts_steps:
+        if mlp.optimizer.counts_steps:
             like = next(iter(self._gradients.values()))
             before = (self._receive("steps"),) if "steps" in self._packets else ()
             count = builder.compute("count", (like, *before), (), TensorSharding(()), dtype="I64")
             if self._stage == 0:
                 self._give(count, "steps")
-        for name in self._setting.parameters(self._stage):
-            kept = [f"{state}.{name}" for state in setting.optimizer.states]
+        for name in self._mlp._list_parameters(self._stage):
+            kept = [f"{state}.{name}" for state in mlp.optimizer.states]
             states = [self._receive(state) for state in kept if state in self._packets]
-            new = setting.optimizer.step(builder, self._parameters[name], self._gradients[name], states, count)
+            new = mlp.optimizer.step(builder, self._parameters[name], self._gradients[name], states, count)
             for value, result_name in zip(new, (name, *kept), strict=True):
                 self._give(value, result_name)
 
     def _receive(self, name: str) -> Value:
         packet = self._packets[name]
-        spec = self._setting.specs[packet.argument]
+        spec = self._specs[packet.argument]
         shape = spec.shape if packet.rows is None else (len(packet.rows), *spec.shape[1:])
         return self._builder.receive(name, shape, spec.dtype, packet.sharding)
 
@@ -456,7 +396,7 @@ class MLP(PipelinedOperation):
         self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
     ) -> StageProgram:
         """Return the writer of one stage's program."""
-        return MLPStage(self._make_setting(self._name_arguments(activations, parameters)), stage, builder)
+        return _MLPStage(self, self._name_arguments(activations, parameters), stage, builder)
 
     def packets(
         self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
@@ -469,11 +409,11 @@ class MLP(PipelinedOperation):
         arrays = self._name_arguments(activations, parameters)
         check_one_kind(arrays)
         # Without element types: packets depend on shapes alone.
-        setting = self._make_setting({name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()})
+        specs = {name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()}
         stage = self.pipeline.stage_of(device)
         devices = self.pipeline.stage_meshes[stage]
         packets: dict[str, Array] = {}
-        for packet in setting.packets(stage):
+        for packet in self._list_packets(stage, specs):
             array = arrays[packet.argument]
             if packet.rows is not None:
                 array = array[packet.rows.start : packet.rows.stop]
@@ -543,8 +483,42 @@ class MLP(PipelinedOperation):
         names = later if len(parameters) == len(later) else first
         return {"inputs": activations[0], "targets": activations[1], **dict(zip(names, parameters, strict=True))}
 
-    def _make_setting(self, specs: Mapping[str, ArraySpec]) -> Setting:
-        return Setting(self.pipeline, self.optimizer, self.num_layers, self.relu_last, specs)
+    def _layers(self, stage: int, chunk: int) -> range:
+        part = chunk * self.pipeline.num_stages + stage
+        lengths = split_lengths(self.num_layers, self.pipeline.schedule.num_parts)
+        return range(sum(lengths[:part]), sum(lengths[: part + 1]))
+
+    def _list_parameters(self, stage: int) -> Iterator[str]:
+        for chunk in range(self.pipeline.schedule.num_chunks):
+            for layer in self._layers(stage, chunk):
+                yield f"weight.{layer}"
+                yield f"bias.{layer}"
+
+    def _cut(self, rows: bool = False, columns: bool = False) -> TensorSharding:
+        """Return the sharding of two dims, rows over `dp` and columns over `tp`."""
+        return TensorSharding((self.pipeline.dp if rows else None, self.pipeline.tp if columns else None))
+
+    def _list_packets(self, stage: int, specs: Mapping[str, ArraySpec]) -> Iterator[_Packet]:
+        """Yield the host's packets for a stage, in the order of their first use."""
+
+        def whole(name: str) -> _Packet:
+            if "weight." in name:
+                return _Packet(name, name, None, self._cut(columns=True))
+            return _Packet(name, name, None, TensorSharding((self.pipeline.tp,) if "bias." in name else ()))
+
+        yield from map(whole, self._list_parameters(stage))
+        lengths, last = split_lengths(specs["inputs"].shape[0], self.pipeline.num_runs), self.pipeline.num_stages - 1
+        for run in range(self.pipeline.num_runs):
+            rows = range(sum(lengths[:run]), sum(lengths[: run + 1]))
+            if stage == 0:
+                yield _Packet(f"inputs.{run}", "inputs", rows, self._cut(rows=True))
+            if stage == last:
+                yield _Packet(f"targets.{run}", "targets", rows, self._cut(rows=True, columns=True))
+        for state in self.optimizer.states if self.optimizer else ():
+            names = (f"{state}.{name}" for name in self._list_parameters(stage))
+            yield from (whole(name) for name in names if name in specs)
+        if "steps" in specs:
+            yield whole("steps")
 
     def _check_like(self, specs: Mapping[str, ArraySpec], name: str, want: ArraySpec) -> None:
         if specs.get(name, want) != want:

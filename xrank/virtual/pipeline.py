@@ -191,69 +191,43 @@ class Schedule:
         raise UsageError(f"the schedule {self.name!r} is impossible", got=got, want=want)
 
 
-def make_gpipe(num_runs: int, num_stages: int) -> Schedule:
-    """Schedule all forwards, then all backwards."""
-    order: _Order = [("forward", run, 0) for run in _range(num_runs, "runs")]
-    order += [("backward", run, 0) for run in range(num_runs)]
-    return _assign_cycles("gpipe", num_runs, num_stages, 1, [order for _ in _range(num_stages, "stages")])
-
-
-def make_1f1b(num_runs: int, num_stages: int) -> Schedule:
-    """Schedule each backward as soon as possible: fewer live activations than in `gpipe`."""
-    forwards: _Order = [("forward", run, 0) for run in _range(num_runs, "runs")]
-    backwards: _Order = [("backward", run, 0) for run in range(num_runs)]
-    # A stage is one forward ahead for each stage behind it: its first backward needs theirs.
-    orders = [_alternating(forwards, backwards, num_stages - 1 - stage) for stage in _range(num_stages, "stages")]
-    return _assign_cycles("1f1b", num_runs, num_stages, 1, orders)
-
-
-def make_interleaved(num_runs: int, num_stages: int, num_chunks: int) -> Schedule:
-    """Schedule 1f1b with several chunks per stage (as Megatron-LM): smaller bubbles but more messages.
-
-    Runs pass the chunks in groups of at least S, so no stage waits for a group's first run to return. Megatron
-    requires groups of exactly S, and so an R divisible by S.
-    """
-    runs, stages, chunks = (_range(num_runs, "runs"), _range(num_stages, "stages"), _range(num_chunks, "chunks"))
-    if num_chunks == 1:
-        plain = make_1f1b(num_runs, num_stages)
-        return Schedule("interleaved", num_runs, num_stages, 1, plain.stages)
-    num_groups = max(1, num_runs // num_stages)
-    groups = [
-        runs[index * num_runs // num_groups : (index + 1) * num_runs // num_groups] for index in range(num_groups)
-    ]
-    forwards: _Order = [("forward", run, chunk) for group in groups for chunk in chunks for run in group]
-    backwards: _Order = [("backward", run, chunk) for group in groups for chunk in reversed(chunks) for run in group]
-    # Before its first backward, the last stage has done all chunks but one of a group. Each earlier stage is two works
-    # further ahead, because a run needs one cycle to reach the next stage and one to come back.
-    before_last = (num_chunks - 1) * max(map(len, groups))
-    orders = [_alternating(forwards, backwards, before_last + 2 * (num_stages - 1 - stage)) for stage in stages]
-    return _assign_cycles("interleaved", num_runs, num_stages, num_chunks, orders)
-
-
 def make_schedule(name: str, num_runs: int, num_stages: int, num_chunks: int = 1) -> Schedule:
     """Create a schedule by name, one of `SCHEDULES`.
+
+    `gpipe` does all forwards first. `1f1b` does each backward as soon as possible. `interleaved` is 1f1b with several
+    chunks per stage, as Megatron-LM's: smaller bubbles, but more messages.
 
     Raises:
         UsageError: the name is unknown, or the schedule does not support chunks.
     """
-    if name == "interleaved":
-        return make_interleaved(num_runs, num_stages, num_chunks)
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}", got=repr(name), want="one of " + ", ".join(SCHEDULES))
-    if num_chunks != 1:
+    if num_chunks != 1 and name != "interleaved":
         raise UsageError(
             f"the schedule {name!r} has one chunk per stage", got=f"num_chunks={num_chunks}", want='1, or "interleaved"'
         )
-    return make_gpipe(num_runs, num_stages) if name == "gpipe" else make_1f1b(num_runs, num_stages)
-
-
-def _alternating(forwards: _Order, backwards: _Order, num_before: int) -> _Order:
-    """Return the first forwards, then forwards and backwards in turn, then the remaining backwards."""
-    num_before = min(num_before, len(forwards))
-    order = forwards[:num_before]
-    for forward, backward in zip(forwards[num_before:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[len(forwards) - num_before :]
+    for count, what in ((num_runs, "runs"), (num_stages, "stages"), (num_chunks, "chunks")):
+        _check_count(count, what)
+    runs, chunks = range(num_runs), range(num_chunks)
+    # Runs pass the chunks in groups of at least S, so no stage waits for a group's first run to return. Megatron
+    # requires groups of exactly S, and so an R divisible by S.
+    num_groups = max(1, num_runs // num_stages)
+    groups = [runs[i * num_runs // num_groups : (i + 1) * num_runs // num_groups] for i in range(num_groups)]
+    forwards: _Order = [("forward", run, chunk) for group in groups for chunk in chunks for run in group]
+    backwards: _Order = [("backward", run, chunk) for group in groups for chunk in reversed(chunks) for run in group]
+    # Before its first backward, the last stage has done all chunks but one of a group. Each earlier stage is further
+    # ahead: by one forward, because its first backward needs those behind it; with chunks by two works, because a run
+    # needs one cycle to reach the next stage and one to come back.
+    before_last = (num_chunks - 1) * max(map(len, groups))
+    orders = []
+    for stage in range(num_stages):
+        ahead = (num_stages - 1 - stage) * (1 if num_chunks == 1 else 2)
+        num_before = num_runs if name == "gpipe" else min(before_last + ahead, len(forwards))
+        order = forwards[:num_before]
+        for forward, backward in zip(forwards[num_before:], backwards, strict=False):
+            order += [forward, backward]
+        orders.append(order + backwards[len(forwards) - num_before :])
+    return _assign_cycles(name, num_runs, num_stages, num_chunks, orders)
 
 
 def _assign_cycles(name: str, num_runs: int, num_stages: int, num_chunks: int, orders: Sequence[_Order]) -> Schedule:
@@ -287,11 +261,6 @@ def _needs(direction: Direction, run: int, part: int, num_parts: int) -> Iterato
             yield "backward", run, part + 1
     elif part > 0:
         yield "forward", run, part - 1
-
-
-def _range(count: int, what: str) -> range:
-    _check_count(count, what)
-    return range(count)
 
 
 def _check_count(count: int, what: str) -> None:

@@ -344,7 +344,7 @@ def _run_device(job: DeviceJob, links: SharedLinks) -> NoReturn:
         received = {device: end.received for device, end in links.incoming.items()}
         _flush()
         try:
-            links.to_host.send_object(DeviceResult(result, sent, received))
+            links.to_device(HOST).send_object(DeviceResult(result, sent, received))
         except Exception as error:
             raise UsageError(
                 f"the return value of device {job.device} cannot be sent to the host: {error}",
@@ -364,7 +364,7 @@ def _run_device(job: DeviceJob, links: SharedLinks) -> NoReturn:
         # Pickling runs the user's code, which may raise anything.
         with contextlib.suppress(Exception):
             cause = pickle.dumps(error)
-        links.to_host.send_object(DeviceFailure(raised_at, make_failure(job.device, error, pid=pid), cause))
+        links.to_device(HOST).send_object(DeviceFailure(raised_at, make_failure(job.device, error, pid=pid), cause))
     links.finish()
     os._exit(0)
 

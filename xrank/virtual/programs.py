@@ -179,12 +179,14 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
         case "all_reduce":
             if ring:
                 # The first half leaves each member with its own piece reduced; the second passes these around.
-                steps = (*_reduce_around(size, member), *_pass_around(size, member, member))
+                steps = (*_pass_around(size, member, member - 1, fold=True), *_pass_around(size, member, member))
                 return Course("flat", steps, "flat")
             return Course("whole", _exchange_directly(others, lambda _: member), "reduce")
         case "reduce_scatter":
             if ring:
-                return Course("parts", _reduce_around(size, member), "one", member)
+                # A slot's reduction begins at the member after its owner and ends at the owner, so every member adds in
+                # the same order in each run: results are reproducible bit by bit.
+                return Course("parts", _pass_around(size, member, member - 1, fold=True), "one", member)
             return Course("parts", _exchange_directly(others, lambda other: other), "reduce")
         case "all_to_all":
             return Course("parts", _exchange_directly(others, lambda other: other), "all")
@@ -204,7 +206,13 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
             return Course("parts" if member == root else "nothing", steps, "one", member)
         case "gather":
             if ring:
-                steps = _collect_along_ring(size, member, root)
+                # The scatter backwards in time: the nearest member's slot comes first.
+                steps = tuple(
+                    ReceiveSlot(step.member, step.slot)
+                    if isinstance(step, SendSlot)
+                    else SendSlot(step.member, step.slot)
+                    for step in reversed(_send_along_ring(size, member, root))
+                )
             else:
                 steps = tuple(ReceiveSlot(one, one) for one in others) if member == root else (SendSlot(root, member),)
             return Course("whole", steps, "all" if member == root else "nothing")
@@ -302,13 +310,6 @@ def _pass_around(size: int, member: int, first: int, *, fold: bool = False) -> t
     return tuple(steps)
 
 
-def _reduce_around(size: int, member: int) -> tuple[Step, ...]:
-    """Return the steps that reduce each slot around the ring; a member ends with the reduced slot of its own place."""
-    # A slot's reduction begins at the member after its owner and ends at the owner, so every member computes the same
-    # order of additions in each run: results are reproducible bit by bit.
-    return _pass_around(size, member, member - 1, fold=True)
-
-
 def _send_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
     """Return the steps that move slots from the root along the ring, the farthest member's slot first."""
     after, before = (member + 1) % size, (member - 1) % size
@@ -320,17 +321,6 @@ def _send_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
         steps += (ReceiveSlot(before, slot), SendSlot(after, slot)) if distance else (SendSlot(after, slot),)
     if distance:
         steps.append(ReceiveSlot(before, member))
-    return tuple(steps)
-
-
-def _collect_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
-    """Return the steps that move slots to the root against the ring's direction, the nearest member's slot first."""
-    after, before = (member + 1) % size, (member - 1) % size
-    distance = (member - root) % size
-    steps: list[Step] = [SendSlot(before, member)] if distance else []
-    for farther in range(distance + 1, size):
-        slot = (root + farther) % size
-        steps += (ReceiveSlot(after, slot), SendSlot(before, slot)) if distance else (ReceiveSlot(after, slot),)
     return tuple(steps)
 
 
@@ -557,7 +547,7 @@ def compile_operation(
     activations: Sequence[Array | ArraySpec | Sequence[int]],
     parameters: Sequence[Array | ArraySpec | Sequence[int]],
 ) -> tuple[Program, ...]:
-    """Compile an operation on a mesh to one program per device; arguments and errors as in `plan`."""
+    """Compile an operation; arguments and errors as in `plan`."""
     if not isinstance(operation, Operation):
         raise UsageError(
             "a function cannot be planned: its work is known only after a run",

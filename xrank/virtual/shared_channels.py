@@ -172,10 +172,7 @@ class ArrayArena:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWait:
-    """A device's wait for a message, as it tells the host; None tells it that the wait is over.
-
-    Two waits that no message in transit can end are found by `num_taken` and `sent` alone, however old they are.
-    """
+    """A device's wait for a message, as it tells the host; None tells it that the wait is over."""
 
     source: int
     message: str
@@ -205,24 +202,14 @@ class SharedLinks:
         """Of `exchange`; the host registers more with it."""
         self.poll.register(self.inbox, select.POLLIN)
 
-    @property
-    def from_host(self) -> SharedChannel:
-        """The end that receives the host's packets."""
-        return self.from_device(HOST)
-
-    @property
-    def to_host(self) -> SharedChannel:
-        """The end that sends to the host."""
-        return self.to_device(HOST)
-
     def to_device(self, device: int) -> SharedChannel:
-        """Return the end that sends to another device."""
+        """Return the end that sends to another device, or to `HOST`."""
         if device not in self.outgoing:
             self.outgoing[device] = SharedChannel(self, self.device, device)
         return self.outgoing[device]
 
     def from_device(self, device: int) -> SharedChannel:
-        """Return the end that receives from another device."""
+        """Return the end that receives from another device, or from `HOST`."""
         if device not in self.incoming:
             self.incoming[device] = SharedChannel(self, device, self.device)
         return self.incoming[device]
@@ -281,10 +268,11 @@ class SharedLinks:
             return
         sent = {device: end.sent.messages for device, end in self.outgoing.items()}
         num_taken = self.from_device(source).received.messages
-        self.to_host.send_object(DeviceWait(source, message, time.monotonic() - _ANNOUNCE_SECONDS, num_taken, sent))
+        since, to_host = time.monotonic() - _ANNOUNCE_SECONDS, self.to_device(HOST)
+        to_host.send_object(DeviceWait(source, message, since, num_taken, sent))
         while not self.collect():
             self.exchange(None)
-        self.to_host.send_object(None)
+        to_host.send_object(None)
 
     def finish(self) -> None:
         """Wait until all messages are in the pipes."""
