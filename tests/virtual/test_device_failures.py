@@ -13,8 +13,7 @@ import pytest
 from tests.virtual.remains import own_nbytes, remains
 from xrank.errors import LayoutError, RankFailedError, RankTimeoutError
 from xrank.virtual import VirtualCluster, processes
-from xrank.virtual.engine import DeviceJob, make_heading
-from xrank.virtual.engine import HOST
+from xrank.virtual.engine import HOST, DeviceJob, make_heading
 from xrank.virtual.shared_channels import SharedChannel, SharedLinks, SharedMemory
 
 TIMEOUTS = (0.8, 5, 25)

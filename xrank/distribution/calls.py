@@ -113,10 +113,7 @@ class CallHooks:
             _HOOKS[module] = self
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType | None = None) -> Any:
-        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers.
-
-        `frame` is torch's frame that runs the hooks of the call. Without it, it is the caller's.
-        """
+        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
         _CALL.end_if_interrupted()
         if _CALL.module is module:
             _CALL.end()  # the hook that ends a call could not tell the inner one from the outer one
@@ -169,10 +166,7 @@ class CallHooks:
         return DTensor.from_local(tensor, self._mesh, placements, run_check=False)
 
     def _agree(self, tensors: list[torch.Tensor]) -> int:
-        """Return the seed of this call for all ranks.
-
-        Parts must have equal shapes on all ranks: else the mean of their means would not be that of the whole batch.
-        """
+        """Return the seed of this call for all ranks, whose parts must have equal shapes."""
         sizes = [size for tensor in tensors for size in tensor.shape]
         drawn = int(torch.randint(1 << 62, ()).item())
         bounds = torch.tensor([drawn, *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
@@ -181,6 +175,7 @@ class CallHooks:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
         seed, *agreed = bounds.tolist()
         if agreed != [*sizes, *(-size for size in sizes)]:
+            # The mean of their means would not be that of the whole batch.
             raise ContradictionError(
                 "the ranks' parts of the batch have different shapes",
                 rank=dist.get_rank(),
@@ -192,10 +187,7 @@ class CallHooks:
 
 @contextmanager
 def _seed_generators(seed: int, part: int, device_type: str) -> Iterator[None]:
-    """Let torch's generators continue from a seed; their old states return at the end.
-
-    Recomputed activations (torch.utils.checkpoint) find the same generator states as before.
-    """
+    """Let torch's generators continue from a seed, for recomputed activations too; their old states return."""
     device = None if device_type == "cpu" else torch.get_device_module(device_type)
     before = torch.get_rng_state(), None if device is None else device.get_rng_state()
     # An odd, large factor makes the seeds of parts differ in many of the bits that the generator uses.
@@ -234,19 +226,18 @@ class _Interception(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _take_all(self, values: Any) -> Any:
-        return pytree.tree_map_only(DTensor, self._take, values)
+        def take(tensor: DTensor) -> torch.Tensor:
+            return take_whole(tensor, self._axis) if tensor.device_mesh == self._mesh else tensor
 
-    def _take(self, tensor: DTensor) -> torch.Tensor:
-        return take_whole(tensor, self._axis) if tensor.device_mesh == self._mesh else tensor
+        return pytree.tree_map_only(DTensor, take, values)
 
 
 def _compute_loss(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Compute a loss of plain tensors; a mean is that of all ranks' parts. A sum is that of this rank's part.
+    """Compute a loss of plain tensors: the mean of all ranks' parts, or the sum of this rank's part.
 
-    The gradients are those of a loss whose mean over the ranks is the loss of the whole batch. Parts have equal shapes,
-    so that is each rank's own mean, except where ranks ignore different numbers of targets.
+    The gradients are those of a loss whose mean over the ranks is the loss of the whole batch.
     """
     reduction = kwargs.get("reduction", "mean")
     if reduction not in ("mean", "batchmean"):
@@ -254,6 +245,7 @@ def _compute_loss(
         return loss
     targets = args[_COUNTED[function]] if function in _COUNTED else None
     if targets is None or torch.is_floating_point(targets):
+        # Parts have equal shapes, so the gradients are those of each rank's own mean.
         loss = function(*args, **kwargs)
         return loss if loss.ndim else average_loss(loss, group)
     losses = function(*args, **{**kwargs, "reduction": "none"})
@@ -276,15 +268,13 @@ def _is_about_itself(func: Any) -> bool:
 
 
 class Construction:
-    """Collects the modules that are made under a distribution, and lays them out.
-
-    Order: `open`, hooks add modules, `finish` any number of times, `close`. Modules are held until they are laid out:
-    with weak references, the garbage collector of each rank would decide, and all ranks must lay out the same modules.
-    """
+    """Collects the modules that are made under a distribution, and lays them out."""
 
     def __init__(self, distribution: Any, *, is_scoped: bool) -> None:
         self.is_scoped = is_scoped
         self._distribution = distribution
+        # Held until they are laid out: with weak references, the garbage collector of each rank would decide, and all
+        # ranks must lay out the same modules.
         self._modules: dict[int, nn.Module] = {}
         self._used: set[str] = set()
         self._is_unchecked = False
@@ -336,8 +326,7 @@ _PENDING: dict[int, Construction] = {}
 class _FirstUse:
     """The hook that lays out a module before its first use.
 
-    A copied module registers nothing, but its hooks are copied too, at a time when its id is known
-    (copy.py:_reconstruct).
+    A copied module registers nothing, but its hooks are copied once its id is known (copy.py:_reconstruct).
     """
 
     def __init__(self, key: int) -> None:

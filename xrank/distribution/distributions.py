@@ -115,10 +115,7 @@ GATHERS_PIECES = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_f
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """A hook that redistributes the DTensors that a module returns to a caller that gave it DTensors.
-
-    Inside a model activations are plain tensors, for which the layout changes no value: it is only checked.
-    """
+    """A hook that redistributes the DTensors that a module returns to a caller that gave it DTensors."""
 
     layout: TensorLayout
     mesh: DeviceMesh
@@ -128,7 +125,7 @@ class OutputLayout:
         return pytree.tree_map_only(torch.Tensor, self._redistribute, output)
 
     def _redistribute(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor):  # inside a model, where the layout changes no value
             fit_layout(self.layout, tensor.ndim)
             return tensor
         return tensor.redistribute(live_mesh(self.mesh), placements_for(self.layout, self.mesh, tensor.shape))
@@ -202,10 +199,7 @@ def plan_parameters(
 
 
 def _plan_parameter(
-    names: tuple[str, ...],
-    parameter: nn.Parameter,
-    mesh: DeviceMesh,
-    layout_of: Callable[[str], TensorLayout | None],
+    names: tuple[str, ...], parameter: nn.Parameter, mesh: DeviceMesh, layout_of: Callable[[str], TensorLayout | None]
 ) -> ParameterPlan:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         step = "run the module once on an input, then lay it out"
@@ -288,11 +282,6 @@ class Distribution:
     """The common part of both distributions.
 
     Without a process group, a mesh only describes: layouts are checked, and modules and tensors stay whole.
-
-    Args:
-        device_mesh: the mesh.
-        batch_dim_name: axis along which ranks get different parts of the batch; the mesh's first when None.
-        auto_shard_dataset: whether `distribute_dataset` cuts datasets.
     """
 
     def __init__(

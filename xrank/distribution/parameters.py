@@ -43,27 +43,13 @@ def is_laid_out(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter)
 
 
-def model_placements(parameter: DTensor, batch_axis: int) -> Placements:
-    """Return a parameter's placements once it is gathered along the batch axis, and still cut along the others.
-
-    A `_StridedShard` is strided only because the batch axis cuts the same dim; without that cut it is a `Shard`.
-    """
-    placements: list[Any] = list(parameter.placements)
-    batch_dim = getattr(placements[batch_axis], "dim", None)
-    placements[batch_axis] = Replicate()
-    return tuple(Shard(at.dim) if hasattr(at, "split_factor") and at.dim == batch_dim else at for at in placements)
-
-
 def take_whole(tensor: DTensor, batch_axis: int) -> torch.Tensor:
-    """Return the whole value of a DTensor as a plain tensor. Gradients flow back."""
+    """Return the whole value of a DTensor as a plain tensor."""
     return take(tensor, (Replicate(),) * tensor.device_mesh.ndim, batch_axis)
 
 
 def take(tensor: DTensor, placements: Placements, batch_axis: int) -> torch.Tensor:
-    """Return this rank's part of a DTensor in other placements, as a plain tensor. Gradients flow back.
-
-    All ranks of the mesh call this together. The placements do not cut along the batch axis.
-    """
+    """Return this rank's part of a DTensor in placements that do not cut along the batch axis, as a plain tensor."""
     local: torch.Tensor = _Take.apply(tensor, placements, batch_axis)  # type: ignore[no-untyped-call]
     if placements != tensor.placements:
         note = _Gathered(tensor, placements, tensor._version)
@@ -165,11 +151,8 @@ _AVERAGED = "_xrank_averaged"
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis: int) -> None:
-    """Average the gradients of a model's parameters along an axis of the mesh, at the end of each backward.
-
-    All ranks give the parameters in one order. Parameters that the axis cuts are left out, since each rank has the
-    averaged gradient of its part. So are those whose gradients an earlier call averages.
-    """
+    """Average the gradients of a model's parameters, in one order on all ranks, along an axis after each backward."""
+    # Where the axis cuts a parameter, each rank has the averaged gradient of its part.
     found = [
         parameter
         for parameter in parameters
@@ -181,13 +164,11 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis:
 
 
 class _Average:
-    """Collects the gradients of a backward, and averages them at its end.
-
-    Each parameter's hooks hold the average, and it holds the parameters weakly: Python's garbage collector cannot see
-    hooks, so a model whose hooks led back to it would stay in memory for ever, with its mesh's process groups.
-    """
+    """Collects the gradients of a backward, and averages them at its end; held by the parameters' hooks."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, axis: int) -> None:
+        # Weakly: Python's garbage collector cannot see hooks, so a model whose hooks led back to it would stay in
+        # memory for ever, with its mesh's process groups.
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._device = parameters[0].device
         self._templates = [_local_part(parameter).detach().to("meta") for parameter in parameters]
@@ -325,51 +306,44 @@ class _Exchange(torch.autograd.Function):
 
 def gather_from_tp_region(part: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the whole of a tensor whose last dim the ranks hold in parts of these sizes."""
-    whole: torch.Tensor = _Gather.apply(part, sizes, group)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _Move.apply(part, sizes, group, True)  # type: ignore[no-untyped-call]
     return whole
 
 
 def scatter_to_tp_region(whole: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's part of the last dim, in parts of these sizes."""
-    part: torch.Tensor = _Scatter.apply(whole, sizes, group)  # type: ignore[no-untyped-call]
+    part: torch.Tensor = _Move.apply(whole, sizes, group, False)  # type: ignore[no-untyped-call]
     return part
 
 
-class _Gather(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """Gathers or scatters the last dim; its gradient does the opposite."""
+
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.sizes, ctx.group = sizes, group
+    def forward(
+        ctx: Any, tensor: torch.Tensor, sizes: list[int], group: dist.ProcessGroup, gathers: bool
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group, ctx.gathers = sizes, group, gathers
+        if not gathers:
+            place = dist.get_rank(group)
+            return tensor.narrow(-1, sum(sizes[:place]), sizes[place]).clone()
         # Collectives want equal shapes: shorter parts are padded.
-        padded = functional.pad(part, (0, max(sizes) - part.size(-1))).contiguous()
+        padded = functional.pad(tensor, (0, max(sizes) - tensor.size(-1))).contiguous()
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=group)
         return torch.cat([found.narrow(-1, 0, size) for found, size in zip(parts, sizes, strict=True)], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return scatter_to_tp_region(gradient, ctx.sizes, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        place = dist.get_rank(group)
-        return whole.narrow(-1, sum(sizes[:place]), sizes[place]).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gather_from_tp_region(gradient, ctx.sizes, ctx.group), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        move = scatter_to_tp_region if ctx.gathers else gather_from_tp_region
+        return move(gradient, ctx.sizes, ctx.group), None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """A plain cut of one dim of a parameter along one axis."""
 
-    axis: int
-    """Index of the axis in the mesh."""
     dim: int
-    """Dim that the axis cuts."""
     sizes: list[int]
     """Sizes of the ranks' parts of the dim, in the order of the ranks."""
     group: dist.ProcessGroup
@@ -380,7 +354,11 @@ class _Cut:
 
 def _find_cut(weight: DTensor, batch_axis: int) -> _Cut | None:
     """Return the only cut of a parameter besides the batch axis; None for another number or kind of cuts."""
-    placements = model_placements(weight, batch_axis)
+    given: list[Any] = list(weight.placements)
+    batch_dim = getattr(given[batch_axis], "dim", None)
+    given[batch_axis] = Replicate()
+    # A _StridedShard is strided only because the batch axis cuts the same dim; without that cut it is a Shard.
+    placements = tuple(Shard(at.dim) if hasattr(at, "split_factor") and at.dim == batch_dim else at for at in given)
     cut = [axis for axis, at in enumerate(placements) if not at.is_replicate()]
     if len(cut) != 1 or type(placements[cut[0]]) is not Shard:
         return None
@@ -389,7 +367,7 @@ def _find_cut(weight: DTensor, batch_axis: int) -> _Cut | None:
     size, count = weight.shape[dim], weight.device_mesh.size(axis)
     chunk = -(-size // count)  # as torch.chunk: the last ranks hold less, or nothing
     sizes = [max(0, min(chunk, size - place * chunk)) for place in range(count)]
-    return _Cut(axis, dim, sizes, weight.device_mesh.get_group(axis), placements)
+    return _Cut(dim, sizes, weight.device_mesh.get_group(axis), placements)
 
 
 def linear(batch_axis: int, tensor: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
@@ -452,12 +430,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Normalize by the statistics of all ranks' parts of the batch, and update the running ones alike on all ranks.
-
-    Sums are in fp32 at least. The variance is computed from the differences to the mean, as torch does.
-    """
+    """Normalize by the statistics of all ranks' parts of the batch, and update the running ones alike on all ranks."""
     dims = [dim for dim in range(tensor.ndim) if dim != 1]
     shape = [-1 if dim == 1 else 1 for dim in range(tensor.ndim)]
+    # Sums are in fp32 at least. The variance is computed from the differences to the mean, as torch does.
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     count = wide.numel() // wide.shape[1] * dist.get_world_size(group)
     if count <= 1:

@@ -41,23 +41,30 @@ class SliceLayouts:
         """Add the layout of a tensor of a slice's shape; or one without dims, equal on all its ranks."""
         mesh, axis = _find_mesh(one)
         if is_scalar:
-            self._set(key, "[]", one, mesh, set())
+            self._set(key, "[]", one, mesh, ())
             return
         layout, shape = self._find_layout(name, one, mesh)
         text = dims = render(LayoutTree(layout.dims))
+        cutting = [axis for dim in layout.dims for axis in axes_of(dim)]
         if one.is_cut:
-            _check_equal(name, one, layout, shape, mesh)
-            # Listed, because shards are equal parts of the bucket, which cut the parameter anywhere.
             plan, planned = one.model.plan, one.planned
+            # Owners cut unequal parts at different places, so that one list of counts fails.
+            if prod(shape) != planned.numel * prod(mesh.axis_length(axis) for axis in cutting):
+                raise At(name, plan.rank).layout_error(
+                    f"ranks along {', '.join(cutting)} hold parts of different sizes, which one layout cannot express",
+                    "pad it to equal parts, or export without use_distributed_optimizer",
+                    f"{list(planned.shape)} of {list(shape)} on this rank",
+                )
+            # Listed, because shards are equal parts of the bucket, which cut the parameter anywhere.
             shards = (
                 plan.shard(plan.buckets[planned.bucket], rank) for rank in plan.buffers[planned.buffer].shard_ranks
             )
             end = planned.offset + planned.numel
             counts = ",".join(str(max(0, min(stop, end) - max(start, planned.offset))) for start, stop in shards)
             text = f"flat({key} {dims})/{axis}{{{counts}}}"
-        self._set(key, text, one, mesh, {axis for dim in layout.dims for axis in axes_of(dim)})
+        self._set(key, text, one, mesh, cutting)
 
-    def _set(self, key: str, text: str, one: OwnedSlice, mesh: DeviceMesh, cutting: set[str]) -> None:
+    def _set(self, key: str, text: str, one: OwnedSlice, mesh: DeviceMesh, cutting: Sequence[str]) -> None:
         plan, where = one.model.plan, []
         at = mesh.coordinate(plan.rank)
         is_expert = plan.buffers[one.planned.buffer].is_expert
@@ -84,17 +91,14 @@ class SliceLayouts:
 
     def _find_layout(self, name: str, one: OwnedSlice, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
         """Return the cut of the parameter, with numbers for its sizes, and its global shape."""
-        given = None if self._own is None else self._own[name]
-        parameter = one.model.planned_parameters[one.planned.name]
-        local = one.planned.shape
-        if given is not None:
-            assert self._own is not None
+        if self._own is not None and (given := self._own[name]) is not None:
             layout, sizes = TensorLayout.from_dims(given.dims), self._own.sizes
-            shape = infer_shape(layout, mesh, dict.fromkeys(mesh.ranks, local), sizes=sizes)
+            shape = infer_shape(layout, mesh, dict.fromkeys(mesh.ranks, one.planned.shape), sizes=sizes)
             return layout.with_sizes({**sizes, **bind(layout.tree, shape, axis_lengths(mesh), sizes)}), shape
+        parameter = one.model.planned_parameters[one.planned.name]
         if local_of(parameter) is not parameter:
             return _layout_from_placements(name, parameter, one)
-        return _layout_from_attributes(name, parameter, local, one, mesh)
+        return _layout_from_attributes(name, parameter, one, mesh)
 
 
 def _find_mesh(one: OwnedSlice) -> tuple[DeviceMesh, str]:
@@ -149,10 +153,10 @@ def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple
 
 
 def _layout_from_attributes(
-    name: str, parameter: Any, local: tuple[int, ...], one: OwnedSlice, mesh: DeviceMesh
+    name: str, parameter: Any, one: OwnedSlice, mesh: DeviceMesh
 ) -> tuple[TensorLayout, tuple[int, ...]]:
     """Return the cut by Megatron's attributes; a parameter without them is a copy along tp."""
-    plan = one.model.plan
+    plan, local = one.model.plan, one.planned.shape
     axis = MeshPlace(plan.views, plan.rank).tensor_axis(plan.buffers[one.planned.buffer].is_expert)
     length = mesh.axis_length(axis) if axis in mesh.axis_names else 1
     shape, dims = list(local), [str(n) for n in local]
@@ -168,17 +172,6 @@ def _layout_from_attributes(
         # With a stride each rank holds a part of each of `stride` pieces, such as gate and up.
         dims[dim] = f"{stride} {shape[dim] // stride}/{axis}" if stride > 1 else f"{shape[dim]}/{axis}"
     return TensorLayout.parse(f"[{', '.join(dims)}]"), tuple(shape)
-
-
-def _check_equal(name: str, one: OwnedSlice, layout: TensorLayout, shape: Sequence[int], mesh: DeviceMesh) -> None:
-    """Check that parts are equal: owners cut unequal parts at different places, so that one list of counts fails."""
-    cutting = [axis for dim in layout.dims for axis in axes_of(dim)]
-    if prod(shape) != one.planned.numel * prod(mesh.axis_length(axis) for axis in cutting):
-        raise At(name, one.model.plan.rank).layout_error(
-            f"ranks along {', '.join(cutting)} hold parts of different sizes, which one layout cannot express",
-            "pad it to equal parts, or export without use_distributed_optimizer",
-            f"{list(one.planned.shape)} of {list(shape)} on this rank",
-        )
 
 
 _Names = Callable[[str], str]
@@ -212,7 +205,7 @@ def export_gradients(
         ['bias', 'weight']
     """
     places, found = SliceLayouts(layouts), {}
-    for name, one in _rename_slices(list_owned_slices(models), names).items():
+    for name, one in _name_slices(models, names).items():
         found[name] = one.gradient()
         places.add(name, name, one)
     return found, places.layouts or LayoutMap()
@@ -245,7 +238,7 @@ def export_optimizer_shards(
         >>> sorted(tensors)
         ['bias', 'weight']
     """
-    slices = _rename_slices(list_owned_slices(models), names)
+    slices = _name_slices(models, names)
     places, found = SliceLayouts(layouts), {}
     for name, one, parameter, group in _find_stepped(optimizer, slices):
         found[name] = _check_shape(name, local_of(parameter).detach(), one)
@@ -290,7 +283,7 @@ def load_optimizer_shards(
         >>> ddp.module.weight.tolist()
         [[1.0, 1.0]]
     """
-    stepped = list(_find_stepped(optimizer, _rename_slices(list_owned_slices(models), names)))
+    stepped = _find_stepped(optimizer, _name_slices(models, names))
     loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for name, one, parameter, _ in stepped:
         if name not in tensors:
@@ -317,9 +310,9 @@ def load_optimizer_shards(
         }
 
 
-def _rename_slices(slices: Mapping[str, OwnedSlice], names: _Names | None) -> dict[str, OwnedSlice]:
+def _name_slices(models: Models, names: _Names | None) -> dict[str, OwnedSlice]:
     found: dict[str, OwnedSlice] = {}
-    for name, one in slices.items():
+    for name, one in list_owned_slices(models).items():
         new = name if names is None else names(name)
         if new in found:
             raise _make_clash_error(new)

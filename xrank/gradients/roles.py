@@ -122,10 +122,9 @@ def ranks_along(mesh: DeviceMesh, rank: int, axes: Iterable[str]) -> tuple[int, 
 
 @lru_cache(maxsize=16)
 def check_shard_order(views: MeshViews) -> None:
-    """Check that shards of replicas can be in the order of the mesh.
+    """Check that shards of replicas can be in the order of the mesh: process groups order their ranks ascending.
 
-    A process group gives its shards to its ranks in ascending order. Ranks along tp and stages along pp reduce some
-    shards later. They own the same shards only if replicas ascend in the mesh too. All ranks get the same result.
+    Ranks along tp and pp, which reduce some shards later, own the same ones only if replicas ascend in the mesh too.
     """
     for mesh in (views.main, *(mesh for _, mesh in views.others)):
         if all(a < b for a, b in pairwise(mesh.ranks)):
@@ -202,8 +201,8 @@ def local_of(parameter: Any) -> Any:
 def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tuple[str, ...]:
     """Return the axes of the plan's mesh that have the ranks of an axis of a parameter's mesh.
 
-    The ranks decide, because torch's meshes have names of their own, none at all, or one name for several axes
-    (``_flatten``). An axis that has a name of the plan must have its ranks too.
+    The ranks decide: torch's meshes have other names, none, or one name for several axes (``_flatten``). An axis that
+    has a name of the plan must have its ranks too.
     """
     if mesh.axis_length(axis) == 1:
         return ()
@@ -349,22 +348,20 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     is_known = any(axis in ("tp", "etp") for axes in along for axis in axes)
     reasons: dict[Aspect, str] = {}
 
-    is_expert = marked.expert
-    if is_expert is not None:
+    is_expert = bool(marked.expert)
+    if marked.expert is not None:
         reasons["expert"] = f"it is marked expert={is_expert}"
     elif not getattr(parameter, "allreduce", True):
-        is_expert = True
-        reasons["expert"] = "its attribute allreduce is False, as Megatron marks experts"
+        is_expert, reasons["expert"] = True, "its attribute allreduce is False, as Megatron marks experts"
     elif "ep" in sharded:
-        is_expert = True
-        reasons["expert"] = "its placement cuts it along ep"
+        is_expert, reasons["expert"] = True, "its placement cuts it along ep"
 
-    tensor_axis = place.tensor_axis(bool(is_expert))
+    tensor_axis = place.tensor_axis(is_expert)
     # Megatron sets it on the parts of its column- and row-parallel layers.
     if getattr(parameter, "tensor_model_parallel", False) and tensor_axis not in sharded:
         sharded = (*sharded, tensor_axis)
     over_tp, reason = _resolve_over_tp(name, parameter, marked, partial, is_known, config)
-    num_parts = len(place.ranks([tensor_axis], bool(is_expert)))
+    num_parts = len(place.ranks([tensor_axis], is_expert))
     if over_tp == "unknown" and num_parts > 1 and tensor_axis not in sharded:
         raise At(name, place.rank).usage_error(
             f"it is unknown whether its gradients along {tensor_axis} are parts: by its name it norms queries or keys",
@@ -391,7 +388,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     elif getattr(parameter, "shared_embedding", False):
         tied, reasons["tied"] = "word", "its attribute shared_embedding is True"
     return ParameterRole(
-        is_expert=bool(is_expert),
+        is_expert=is_expert,
         over_tp=over_tp if is_reduced else None,  # type: ignore[arg-type]  # "own" and "unknown" are not reduced
         over_pp=bool(over_pp),
         tied=tied,

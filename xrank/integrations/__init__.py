@@ -13,34 +13,22 @@ if TYPE_CHECKING:
 
 
 class Saves:
-    """The exports of one training: in the background, one after another, and all ended at the end.
-
-    Args:
-        options: of `xrank.export_model`. `background` and `overwrite` are set unless they are given: a resumed
-            training repeats steps.
-    """
+    """The exports of one training: in the background, one after another, and all ended at the end."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        # A resumed training repeats steps, and so overwrites folders.
         self._options = {"background": True, "overwrite": True, **options}
         self._last: Future[Report] | None = None
 
     def start(self, model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any], out: str) -> None:
-        """Export a model to a folder; every rank makes this call. An earlier export that still runs is awaited.
-
-        Raises:
-            XrankError: as `xrank.export_model`; also the failure of the earlier export, on all ranks.
-        """
+        """Export a model to a folder; every rank makes this call. It raises the failure of an earlier export, too."""
         from xrank.commands.export import export_model
 
         made: Report | Future[Report] = export_model(model, out, **self._options)
         self._last = made if isinstance(made, Future) else None
 
     def finish(self) -> None:
-        """Wait for the last export; every rank makes this call.
-
-        Raises:
-            XrankError: its failure, on all ranks.
-        """
+        """Wait for the last export, and raise its failure; every rank makes this call."""
         last, self._last = self._last, None
         if last is not None:
             last.result()

@@ -42,15 +42,14 @@ class _Parameter:
     tensor: torch.Tensor
     """In host memory, with vLLM's class and attributes."""
 
+    @property
+    def present(self) -> Any:
+        """The tensor that the layer has now."""
+        return getattr(self.layer, self.name)
+
 
 class CheckpointForm:
-    """The parameters that a vLLM model's loader fills.
-
-    Args:
-        model: a worker's model, loaded.
-        model_config: vLLM's config of it.
-        device: the worker's device.
-    """
+    """The parameters that the loader of a worker's loaded model fills."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._model_config, self._device = model, model_config, device
@@ -78,17 +77,17 @@ class CheckpointForm:
             if self._device.type == "cpu":
                 _forget_expert_kernels(self._model)
             initialize_layerwise_reload(self._model)
-            loaders = [_get_original_loader(_present(parameter)) for parameter in self._parameters]
+            loaders = [_get_original_loader(parameter.present) for parameter in self._parameters]
             for parameter in self._parameters:
-                _present(parameter).weight_loader = _fill
+                parameter.present.weight_loader = _fill
             for layer in {id(parameter.layer): parameter.layer for parameter in self._parameters}.values():
                 initialize_online_processing(layer)  # it counts what `_fill` fills
             for parameter in self._parameters:
-                present = _present(parameter)
+                present = parameter.present
                 present.weight_loader(present, parameter.tensor)
             finalize_layerwise_reload(self._model, self._model_config)
         for parameter, loader in zip(self._parameters, loaders, strict=True):
-            present = _present(parameter)
+            present = parameter.present
             if getattr(present, "weight_loader", None) is _fill:  # a parameter that vLLM does not exchange
                 present.weight_loader = loader
 
@@ -147,16 +146,10 @@ def _make_tensor(present: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _present(parameter: _Parameter) -> Any:
-    """Return the tensor that the layer has now."""
-    return getattr(parameter.layer, parameter.name)
-
-
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Let vLLM prepare the weights of experts as at the first load.
+    """Let vLLM pack the weights of experts for its CPU kernels again; no CPU graph keeps addresses.
 
-    Otherwise vLLM 0.32 does not pack them for its CPU kernels, and computes with unpacked weights
-    (``UnquantizedFusedMoEMethod._setup_kernel``), as after its own ``reload_weights``. No CPU graph keeps addresses.
+    Otherwise vLLM 0.32 computes with unpacked weights (``UnquantizedFusedMoEMethod._setup_kernel``).
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)

@@ -173,11 +173,7 @@ def _failure(error: BaseException, joined: bool) -> Failure:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches of the last world, and free its meshes.
-
-    The meshes name groups that have other names in the next world, and keep these groups: each has three threads, one
-    of which polls a hundred times a second, until Python frees it.
-    """
+    """Clear DTensor's caches of the last world, whose meshes name its groups and keep them, with three threads each."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     debug = importlib.import_module("torch.distributed.tensor.debug")
@@ -193,20 +189,22 @@ def _forget_meshes() -> None:
     gc.collect()  # models and their meshes are often in cycles
 
 
-def _die_with_parent(life_fd: int) -> None:
-    """Wait until the other end of the pipe is closed, which happens only when the parent ends."""
-    os.read(life_fd, 1)
-    os._exit(1)
-
-
 def run_rank(log_fd: int, requests_fd: int, stacks_fd: int, life_fd: int) -> NoReturn:
-    """Serve one call after another until the pool closes the connection; then end this forked process."""
+    """Serve one call after another until the pool closes the connection; then end this forked process.
+
+    The other end of the pipe `life_fd` is open while the pool's process runs.
+    """
+
+    def die_with_parent() -> None:
+        os.read(life_fd, 1)
+        os._exit(1)
+
     status = 0
     try:
         for fd in (1, 2):
             os.dup2(log_fd, fd)
         os.close(log_fd)
-        threading.Thread(target=_die_with_parent, args=(life_fd,), daemon=True).start()
+        threading.Thread(target=die_with_parent, daemon=True).start()
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
         connection = Connection(requests_fd)
@@ -255,11 +253,7 @@ class RankStarter:
             )
 
     def fork(self, fds: tuple[int, int, int, int], timeout_seconds: float) -> int | None:
-        """Start a rank and return its pid, or None if the process has ended, or has not made its imports in time.
-
-        The descriptors are the rank's log, its connection to the pool, a pipe for its stacks, and a pipe whose other
-        end is open while the pool's process runs.
-        """
+        """Start a rank with the descriptors of `run_rank`; return its pid, None if the starter ended, or is late."""
         self._socket.settimeout(timeout_seconds)
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [_REQUEST.pack(0, 0.0)], fds)

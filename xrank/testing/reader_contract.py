@@ -20,6 +20,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -68,22 +70,19 @@ class SourceChange:
             os.utime(self.file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+_Changes: TypeAlias = Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFault:
     """A kind of damage, and the exit codes that fit it."""
 
     exit_codes: frozenset[int]
-    changes: Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]
+    changes: _Changes
 
 
-def _change_each(
-    what: str, apply: bytes | Callable[[Path], None]
-) -> Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]:
-    def changes(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
-        for file in files:
-            yield SourceChange(f"{file.name} {what}", file, apply)
-
-    return changes
+def _change_each(what: str, apply: bytes | Callable[[Path], None]) -> _Changes:
+    return lambda files, payload: (SourceChange(f"{file.name} {what}", file, apply) for file in files)
 
 
 def _truncate(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
@@ -213,18 +212,13 @@ def hostile_changes(files: Sequence[Path]) -> Iterator[SourceChange]:
                 yield SourceChange(f"{file.name} is a hostile {kind}", file, b"\x80\x04" + code + b".")
                 dropped = content[:2] + code + b"0" + content[2:]
                 yield SourceChange(f"{file.name} begins with a hostile {kind}", file, dropped)
-        for number, start in enumerate(_archives(content)):
-            if number >= 3:
-                break  # all items of a file are read in the same way
+        # Archives of torch.save, whose first member is <folder>/data.pkl. All items of a file are read in the same way.
+        archives = re.finditer(rb"PK\x03\x04.{26}[^/]{1,100}/data\.pkl", content, re.DOTALL)
+        for number, archive in enumerate(islice(archives, 3)):
             for kind, code in HOSTILE_PICKLES.items():
-                hostile = _with_pickle(content, start, code)
+                hostile = _with_pickle(content, archive.start(), code)
                 if hostile is not None:
                     yield SourceChange(f"item {number} of {file.name} is a hostile {kind}", file, hostile)
-
-
-def _archives(content: bytes) -> list[int]:
-    """Return the offsets of the archives of ``torch.save``, whose first member is ``<folder>/data.pkl``."""
-    return [found.start() for found in re.finditer(rb"PK\x03\x04.{26}[^/]{1,100}/data\.pkl", content, re.DOTALL)]
 
 
 def _with_pickle(content: bytes, start: int, code: bytes) -> bytes | None:
@@ -266,26 +260,17 @@ def escaping_paths(files: Sequence[Path]) -> Iterator[SourceChange]:
             if other == file or len(name) < _MIN_NAME_NBYTES or name not in content:
                 continue
             for path in (b"../" + b"x" * (len(name) - 3), b"./../" + b"x" * (len(name) - 5)):
-                yield SourceChange(
-                    f"{file.name} names {path.decode()} for {other.name}",
-                    file,
-                    _escaping(content.replace(name, path), other, path),
-                )
+                apply = partial(_escape, content.replace(name, path), other, path)
+                yield SourceChange(f"{file.name} names {path.decode()} for {other.name}", file, apply)
             absolute = b"/" + b"x" * (len(name) - 1)
             yield SourceChange(f"{file.name} names {absolute.decode()}", file, content.replace(name, absolute))
-            yield SourceChange(
-                f"{file.name} names a path with a NUL",
-                file,
-                content.replace(name, name[:-2] + b"\0x"),
-            )
+            with_nul = content.replace(name, name[:-2] + b"\0x")
+            yield SourceChange(f"{file.name} names a path with a NUL", file, with_nul)
 
 
-def _escaping(content: bytes, other: Path, path: bytes) -> Callable[[Path], None]:
-    def apply(file: Path) -> None:
-        shutil.copy2(other, file.parent / path.decode())
-        file.write_bytes(content)
-
-    return apply
+def _escape(content: bytes, other: Path, path: bytes, file: Path) -> None:
+    shutil.copy2(other, file.parent / path.decode())
+    file.write_bytes(content)
 
 
 # ruff: noqa: D102 (a test's name describes the test)
