@@ -137,11 +137,7 @@ def concatenate(arrays: Sequence[Array], dim: int) -> Array:
 
 
 def split_lengths(length: int, count: int) -> tuple[int, ...]:
-    """Return the lengths of `count` parts as ``numpy.array_split`` cuts: they differ by at most 1, longer ones first.
-
-    With fewer elements than parts, the last parts are empty. (``torch.chunk`` cuts differently: all parts have the
-    length of the first, except that the last ones are shorter or missing.)
-    """
+    """Return the lengths of parts as ``numpy.array_split`` cuts: they differ by at most 1, longer ones first."""
     short, num_longer = divmod(length, count)
     return (short + 1,) * num_longer + (short,) * (count - num_longer)
 

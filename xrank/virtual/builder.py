@@ -61,12 +61,7 @@ class Value:
 
 
 class ProgramBuilder:
-    """Writes the programs of the devices of a mesh.
-
-    Args:
-        mesh: the mesh; a submesh (`DeviceMesh.submesh`) keeps the devices' numbers, so each pipeline stage can have its
-            own builder.
-    """
+    """Writes the programs of the devices of a mesh, or of a submesh, such as a pipeline's stage."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -226,10 +221,7 @@ class ProgramBuilder:
         return self.communicate("all_gather", value, target, own.axes[count:], dim=dim)
 
     def all_gather_blocks(self, value: Value, counts: Sequence[int]) -> Value:
-        """Join the shards of several dims in one collective; `counts` is how many axes still cut each dim.
-
-        Members send flat blocks and assemble them locally.
-        """
+        """Join the shards of several dims in one collective; `counts` is how many axes still cut each dim."""
         axes = tuple(axis for dim, count in zip(value.sharding.dims, counts, strict=True) for axis in dim.axes[count:])
         target = TensorSharding(
             tuple(dim.upto(count) for dim, count in zip(value.sharding.dims, counts, strict=True)), value.sums
@@ -348,10 +340,7 @@ def common_axes(builder: ProgramBuilder, value: Value, dim: int, wanted: DimShar
 def extend_cut(
     builder: ProgramBuilder, size: int, own: DimSharding, wanted: DimSharding, taken: set[str]
 ) -> DimSharding:
-    """Extend a dim's cut by further axes of the wanted cut, up to the first taken axis, and add them to `taken`.
-
-    Returns the dim's own cut if the wanted one does not begin with it.
-    """
+    """Extend a dim's cut by the untaken further axes of a wanted cut that begins with it; add them to `taken`."""
     own, wanted = canonical(own, size, builder.mesh), canonical(wanted, size, builder.mesh)
     count = len(own.axes)
     if canonical(wanted.upto(count), size, builder.mesh) != own:
@@ -575,9 +564,8 @@ def check_cuts(builder: ProgramBuilder, name: str, shape: Sequence[int], shardin
         sharding.check(builder.mesh, shape)
         builder.ranges(shape, sharding.dims)
     except LayoutError as error:
-        raise LayoutError(
-            f"{name}: {error.message}", tensor=name, got=error.got, want=error.want, next_step=error.next_step
-        ) from error
+        error.about(name, tensor=name)
+        raise
 
 
 def check_sharding(operation: ShardedOperation, sharding: object, kind: type) -> None:

@@ -176,14 +176,7 @@ Axes = str | Sequence[str] | None
 
 
 class VirtualDevice:
-    """One device of a running cluster, created by the cluster.
-
-    Args:
-        links: the device's ends of its channels.
-        index: the device's number in the mesh (its rank).
-        mesh: the mesh of all devices.
-        algorithm: the default algorithm of its collectives.
-    """
+    """One device of a running cluster, created by the cluster; its `index` is its number (rank) in the mesh."""
 
     def __init__(self, links: Links, index: int, mesh: DeviceMesh, algorithm: str = "push") -> None:
         self.index = index
@@ -427,14 +420,9 @@ class VirtualDevice:
 
 
 def interpret(program: Program, device: VirtualDevice) -> None:
-    """Run a program to its end.
-
-    A register is freed after the last instruction that reads it, or at once if none does. The device's peak counts
-    the inputs and the outputs of an instruction together.
-    """
+    """Run a program to its end."""
     registers: dict[str, Array] = {}
-    free_after = find_last_uses(program)
-    for instruction, unused in zip(program.instructions, free_after, strict=True):
+    for instruction, unused in zip(program.instructions, find_last_uses(program), strict=True):
         inputs = [registers[name] for name in list_inputs(instruction)]
         outputs = _do(instruction, inputs, device)
         for (name, spec), array in zip(list_outputs(instruction), outputs, strict=True):
@@ -629,8 +617,7 @@ class VirtualCluster:
         self, index: int, function: Callable[..., Any], args: tuple[Any, ...], links: Links
     ) -> tuple[Any, DeviceStatistics]:
         device = VirtualDevice(links, index, self.mesh, self.algorithm)
-        value = function(device, *args)
-        return value, device.statistics
+        return function(device, *args), device.statistics
 
     def _make_program_jobs(
         self, operation: Operation, activations: Sequence[Array], parameters: Sequence[Array]

@@ -34,9 +34,9 @@ from xrank.virtual.programs import (
 
 
 def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0.
+    """Fit the seconds per unit of each kind of work to samples (rows) of its amounts per second.
 
-    A row is a sample: its amount of each kind of work per second of its time, for equal weights.
+    Amounts per second give equal weights. A kind that would be negative or is unused gets 0.
     """
     used = np.flatnonzero(amounts.any(axis=0)).tolist()
     seconds = np.zeros(amounts.shape[1])

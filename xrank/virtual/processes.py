@@ -190,11 +190,9 @@ class _Host:
                     self._finished[device] = word
 
     def _find_deadlock(self) -> Mapping[int, DeviceWait]:
-        """Return the waits that no message can end.
-
-        A wait that is over by now is not among them: its message was sent after its source had told of a wait, which
-        thus was over as well, and so on; so the first of such waits ended by a message that the counts do show.
-        """
+        """Return the waits that no message can end."""
+        # A wait that is over by now is not among them: its message was sent after its source had told of a wait, which
+        # thus was over as well, and so on; so the first of such waits ended by a message that the counts do show.
         sent = {HOST: {device: end.sent.messages for device, end in self._links.outgoing.items()}}
         sent |= {device: wait.sent for device, wait in self._waits.items()}
         sent |= {d: {to: count.messages for to, count in word.sent.items()} for d, word in self._finished.items()}
@@ -222,7 +220,7 @@ class _Host:
         stuck = [self._processes[device] for device in sorted(self._running - set(self._waits))]
         waits = self._describe(self._waits)
         error = make_timeout_error([process.device for process in stuck], waits, self._timeout_seconds)
-        texts = {each.device: "(it is stopped by a signal)" for each in stuck if state_of(each.pid) in ("T", "t")}
+        texts = {each.device: "(it is stopped by a signal)" for each in stuck if each.is_stopped()}
         others = [process for process in stuck if process.device not in texts]
         stacks = collect_stacks([(each.stacks, each.ask_for_stacks) for each in others])
         texts |= {process.device: stack for process, stack in zip(others, stacks, strict=True)}
@@ -259,6 +257,12 @@ class DeviceProcess:
             cause=how,
             next_step="let devices end by returning or raising; a killed device may have run out of memory",
         )
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process: the state of its main thread (proc(5): stat)."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return False
 
     def ask_for_stacks(self) -> None:
         """Signal the process to write its threads' stacks; the handler is in C, so it works inside any Python call."""
@@ -395,7 +399,7 @@ class DeferredSignals:
     """Defers Python's signal handlers in a ``with`` block, except inside `allow`; runs them at the end.
 
     Blocking the signals would not suffice: the kernel would deliver them to another thread, and Python would still run
-    the handlers in the main thread. In other threads no handler runs, so there is nothing to defer.
+    the handlers in the main thread.
     """
 
     def __init__(self) -> None:
@@ -458,9 +462,9 @@ _QUIET_SECONDS = 0.5
 
 
 def collect_stacks(processes: Sequence[tuple[int, Callable[[], None]]]) -> list[str]:
-    """Return the stacks of processes that have registered SIGUSR1 with faulthandler; empty if one does not react.
+    """Return the stacks of processes with faulthandler on SIGUSR1, each the pipe that it writes to and its signaller.
 
-    A process is the pipe that it writes to, and a function that sends it the signal.
+    A stack is empty if the process does not react.
     """
     texts, waiting = dict.fromkeys((stacks for stacks, _ in processes), b""), select.poll()
     for stacks, ask in processes:
@@ -479,10 +483,3 @@ def collect_stacks(processes: Sequence[tuple[int, Callable[[], None]]]) -> list[
                 waiting.unregister(stacks)
                 num_waiting -= 1
     return [text.decode(errors="replace") for text in texts.values()]
-
-
-def state_of(pid: int) -> str | None:
-    """Return the state of a process' main thread as one letter (proc(5): stat); None if the process is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
-        return stat.read().rpartition(b")")[2].split()[0].decode()
-    return None

@@ -128,12 +128,9 @@ def count_rounds(
 ) -> tuple[RoundTraffic, ...]:
     """Count the traffic of a division's ranks per round.
 
-    Adjacent windows of one rank are counted together. Bytes are exact for pieces without gaps in the source; for other
-    pieces, the bytes read between wanted ones are estimated. Messages are estimated too: one per window and piece, plus
-    two per window edge that probably cuts a row.
-
-    `holder` is the rank whose memory contains each record, None if the records are in files; `staging_nbytes` is the
-    size of each worker's buffer.
+    Bytes are exact for pieces without gaps in the source; for others, the bytes between wanted ones are estimated.
+    Messages are estimated: one per window and piece, plus two per window edge that probably cuts a row. `holder` is the
+    rank whose memory contains each record, None for files; `staging_nbytes` is the size of each worker's buffer.
     """
     rest = [] if holder is not None else list(_count_rest(plan, division, staging_nbytes))
     rounds = []
@@ -300,10 +297,7 @@ def _count_rest(plan: Plan, division: Division, staging_nbytes: int) -> Iterator
 
 
 def _add_wanted(file: FilePlan, wanted: IntArray, staging_nbytes: int) -> npt.NDArray[np.bool_]:
-    """Add, by record, the bytes that a file's reads checksum; return which records the file reads.
-
-    Reads across gaps are not checksummed.
-    """
+    """Add, by record, the bytes that a file's reads checksum (none across gaps); return which records it reads."""
     touched = np.zeros(len(wanted), np.bool_)
     for tensor in file.tensors:
         width = dtypes.dtype(tensor.source_dtype).nbytes
@@ -367,9 +361,6 @@ def read_rates(source: str | os.PathLike[str]) -> Rates:
 
     ``read write memory all_read all_write start`` as in `Rates`; ``bandwidth latency`` of a link, and
     ``tp.bandwidth tp.latency`` along the axis ``tp``, as in `LinkModel.read`.
-
-    Raises:
-        UsageError: the text or file is invalid; names the word.
 
     >>> read_rates("read=2GB/s start=500ms").start_seconds
     0.5
@@ -478,10 +469,7 @@ def _axis_places(rates: Rates, mesh: DeviceMesh | None, num_ranks: int) -> dict[
 
 
 def _exchange_seconds(exchange: Flow, link: LinkModel, places: dict[str, IntArray], num_ranks: int) -> FloatArray:
-    """Return each rank's seconds: the longer of its own reads and of others' reads from it.
-
-    If ranks differ along several axes, the slowest counts, as in `LinkModel.link`.
-    """
+    """Return each rank's seconds: the longer of its own reads and of others' reads from it."""
     a_byte, a_message = np.zeros(len(exchange.taker)), np.zeros(len(exchange.taker))
     chosen = {axis: at[exchange.taker] != at[exchange.giver] for axis, at in places.items()}
     for axis, along in chosen.items() or [("", np.ones(len(exchange.taker), np.bool_))]:
@@ -490,6 +478,7 @@ def _exchange_seconds(exchange: Flow, link: LinkModel, places: dict[str, IntArra
         latency, bandwidth = link.link((axis,))
         if bandwidth == inf:
             raise _unknown_rate("bandwidth")
+        # If ranks differ along several axes, the slowest counts, as in `LinkModel.link`.
         a_byte[along] = np.maximum(a_byte[along], 1 / bandwidth)
         a_message[along] = np.maximum(a_message[along], latency)
     moved = exchange.nbytes * a_byte
@@ -510,9 +499,6 @@ def fit_rates(samples: Sequence[Sample]) -> Rates:
 
     A rate that no sample exercises is unknown; a rate that the samples do not need has no limit. If two kinds of work
     always occur in one proportion, their rates are valid only for work in that proportion.
-
-    Raises:
-        UsageError: the samples are missing, or one has no positive time.
     """
     if not samples or not all(sample.seconds > 0 for sample in samples):
         raise UsageError("fitting rates needs measured times", want="samples of more than 0 seconds")
