@@ -13,11 +13,18 @@ if TYPE_CHECKING:
     from xrank.gradients.checks import GradientCheck, check_gradients
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-    from xrank.gradients.export import export_gradients, export_optimizer_shards, load_optimizer_shards
     from xrank.gradients.finalize import Reduction, finalize_model_grads
     from xrank.gradients.plan import GradientPlan
     from xrank.gradients.roles import mark
-    from xrank.gradients.shards import GradScaler, ParameterShards, clip_grad_norm, grad_norm
+    from xrank.gradients.shards import (
+        GradScaler,
+        ParameterShards,
+        clip_grad_norm,
+        export_gradients,
+        export_optimizer_shards,
+        grad_norm,
+        load_optimizer_shards,
+    )
 
 __all__ = [
     "DistributedDataParallel",
@@ -41,11 +48,18 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "checks": ("GradientCheck", "check_gradients"),
     "config": ("GradientConfig",),
     "distributed_data_parallel": ("DistributedDataParallel",),
-    "export": ("export_gradients", "export_optimizer_shards", "load_optimizer_shards"),
     "finalize": ("Reduction", "finalize_model_grads"),
     "plan": ("GradientPlan",),
     "roles": ("mark",),
-    "shards": ("GradScaler", "ParameterShards", "clip_grad_norm", "grad_norm"),
+    "shards": (
+        "GradScaler",
+        "ParameterShards",
+        "clip_grad_norm",
+        "export_gradients",
+        "export_optimizer_shards",
+        "grad_norm",
+        "load_optimizer_shards",
+    ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

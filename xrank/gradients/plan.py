@@ -52,25 +52,11 @@ class Extent:
     """Indices of its parameters in the order of registration, the last one first."""
 
 
-@dataclass(frozen=True, slots=True)
-class BufferLayout:
-    """Places of the parameters of one buffer."""
-
-    offsets: tuple[int, ...]
-    """Offset of each parameter in elements, in the order of registration."""
-    buckets: tuple[Extent, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements, padding included."""
-        return self.buckets[-1].stop if self.buckets else 0
-
-
 @lru_cache(maxsize=256)
 def lay_out(
     numels: tuple[int, ...], is_alone: tuple[bool, ...], bucket_size: int | None, num_shards: int, is_wide: bool
-) -> BufferLayout:
-    """Return the places of parameters. The same arguments give the same layout on any rank."""
+) -> tuple[tuple[int, ...], tuple[Extent, ...]]:
+    """Return the offset of each parameter, in elements, and the buckets; equal on all ranks for equal arguments."""
     # Without shards no rank needs equal parts, so padding would only be sent for nothing.
     start_alignment = _START_ALIGNMENT if num_shards else 1
     end_alignment = lcm(num_shards, _END_ALIGNMENT, _WIDE_END_ALIGNMENT if is_wide else 1) if num_shards else 1
@@ -98,7 +84,7 @@ def lay_out(
             close()
     if members:
         close()
-    return BufferLayout(tuple(offsets), tuple(buckets))
+    return tuple(offsets), tuple(buckets)
 
 
 def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
@@ -517,7 +503,7 @@ def _make_plan(
     unnumbered: list[tuple[int, PlannedBucket]] = []
     for kind, indices in kinds.items():
         shard_ranks, across_ranks = split_instances(kind.ranks, place.rank, config)
-        layout = lay_out(
+        offsets, extents = lay_out(
             tuple(parameters[index].numel for index in indices),
             # All stages that hold a parameter cut its bucket into the same shards, so it has one of its own.
             tuple(
@@ -530,9 +516,9 @@ def _make_plan(
             config.pad_buckets_for_high_nccl_busbw,
         )
         number = len(buffers)
-        for index, offset in zip(indices, layout.offsets, strict=True):
+        for index, offset in zip(indices, offsets, strict=True):
             parameters[index] = replace(parameters[index], buffer=number, offset=offset)
-        for extent in layout.buckets:
+        for extent in extents:
             held = [indices[member] for member in extent.members]
             among = tuple(parameters[index].name for index in held)
             bucket = PlannedBucket(0, number, extent.start, extent.stop, extent.numel_unpadded, among)
@@ -551,7 +537,7 @@ def _make_plan(
                 across_ranks=across_ranks,
                 operation=operation,
                 divisor=kind.divisor,
-                numel=layout.numel,
+                numel=extents[-1].stop,
                 buckets=(),
             )
         )

@@ -59,7 +59,22 @@ class CheckpointForm:
         self.tensors: dict[str, torch.Tensor] = {}
         """Name -> the tensor to fill; tied parameters are one tensor under the first one's name."""
         with self._restored():
-            self._make_tensors()
+            first: dict[int, torch.Tensor] = {}
+            for path, layer in self._model.named_modules():
+                kernel_tensors = get_layerwise_info(layer).kernel_tensors
+                for name, present in layer._parameters.items():
+                    if present is None:
+                        continue
+                    kernels = None if kernel_tensors is None else kernel_tensors[0]
+                    if kernels is not None and name not in kernels and is_deferred_attention_layer(layer):
+                        self._left_out.append((layer, name))
+                        continue
+                    kernel = present if kernels is None else kernels.get(name, present)
+                    tensor = first.get(id(kernel))
+                    if tensor is None:
+                        tensor = first[id(kernel)] = _make_tensor(present)
+                        self.tensors[f"{path}.{name}" if path else name] = tensor
+                    self._parameters.append(_Parameter(layer, name, tensor))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Run the model's own loader on `tensors`; kernels keep theirs."""
@@ -74,8 +89,12 @@ class CheckpointForm:
         """Let vLLM process `tensors` for its kernels, layer by layer, into the memory that they use."""
         # The default element type as at vLLM's first load: some of its kernels are made for it.
         with torch.no_grad(), self._device, set_default_torch_dtype(self._model_config.dtype), _keep_kernel_scales():
-            if self._device.type == "cpu":
-                _forget_expert_kernels(self._model)
+            for layer in self._model.modules() if self._device.type == "cpu" else ():
+                # Otherwise vLLM 0.32 does not pack the weights of experts for its CPU kernels again, and computes with
+                # unpacked ones (``UnquantizedFusedMoEMethod._setup_kernel``). No CPU graph keeps addresses.
+                method: Any = getattr(layer, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
             initialize_layerwise_reload(self._model)
             loaders = [_get_original_loader(parameter.present) for parameter in self._parameters]
             for parameter in self._parameters:
@@ -90,23 +109,6 @@ class CheckpointForm:
             present = parameter.present
             if getattr(present, "weight_loader", None) is _fill:  # a parameter that vLLM does not exchange
                 present.weight_loader = loader
-
-    def _make_tensors(self) -> None:
-        first: dict[int, torch.Tensor] = {}
-        for path, layer in self._model.named_modules():
-            kernel_tensors = get_layerwise_info(layer).kernel_tensors
-            for name, present in layer._parameters.items():
-                if present is None:
-                    continue
-                if kernel_tensors is not None and name not in kernel_tensors[0] and is_deferred_attention_layer(layer):
-                    self._left_out.append((layer, name))
-                    continue
-                kernel = present if kernel_tensors is None else kernel_tensors[0].get(name, present)
-                tensor = first.get(id(kernel))
-                if tensor is None:
-                    tensor = first[id(kernel)] = _make_tensor(present)
-                    self.tensors[f"{path}.{name}" if path else name] = tensor
-                self._parameters.append(_Parameter(layer, name, tensor))
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -144,17 +146,6 @@ def _make_tensor(present: torch.Tensor) -> torch.Tensor:
         tensor.weight_loader = _get_original_loader(present)
     made: torch.Tensor = tensor
     return made
-
-
-def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Let vLLM pack the weights of experts for its CPU kernels again; no CPU graph keeps addresses.
-
-    Otherwise vLLM 0.32 computes with unpacked weights (``UnquantizedFusedMoEMethod._setup_kernel``).
-    """
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
 
 
 @contextmanager

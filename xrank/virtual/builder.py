@@ -516,11 +516,7 @@ class ShardedOperation(Operation):
     def packets(
         self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
     ) -> dict[str, Array]:
-        """Return a device's shards of the arguments.
-
-        Raises:
-            UsageError: some arguments are numpy arrays and some are tensors.
-        """
+        """Return a device's shards of the arguments, which must all be numpy arrays or all tensors."""
         named, at = self._zip_arguments(activations, parameters), mesh.coordinate(device)
         check_one_kind({name: array for name, (array, _) in named.items()})
         return {
@@ -529,11 +525,7 @@ class ShardedOperation(Operation):
         }
 
     def join(self, outputs: Sequence[Array | Mapping[str, Array]], mesh: MeshLike) -> Array | dict[str, Array]:
-        """Join a run's outputs to whole tensors; a dict by name if there are several.
-
-        Raises:
-            ContradictionError: devices have the same part with different elements.
-        """
+        """Join a run's outputs to whole tensors, as `join_shards`; a dict by name if there are several."""
         devices, shardings = as_device_mesh(mesh), self.output_shardings
         if len(shardings) == 1:
             [sharding] = shardings.values()

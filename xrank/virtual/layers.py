@@ -60,14 +60,21 @@ class MatrixBlock:
 
 
 def choose_block(
-    builder: ProgramBuilder, left: Value, right: Value, wanted: TensorSharding, policy: MatMulShardingPolicy
+    builder: ProgramBuilder,
+    left: Value,
+    right: Value,
+    wanted: TensorSharding,
+    policy: MatMulShardingPolicy | None = None,
 ) -> MatrixBlock:
-    """Choose the block that the devices multiply under a policy.
+    """Choose the block that the devices multiply; without a policy, an inner dim that both cut equally stays cut.
 
     Beyond the policy, rows and columns are cut as in the wanted result where that is free, and the inner dim is cut
     along the axes of the wanted addends.
     """
     policies = MatMulShardingPolicy
+    if policy is None:
+        is_matched = not left.sharding[-1].full and left.sharding[-1] == right.sharding[0]
+        policy = policies.MatchedInnerSharding if is_matched else policies.FullSharding
     size_of_rows, size_of_inner, size_of_columns = left.shape[:-1], left.shape[-1], right.shape[-1]
     sums = [axis for axis in wanted.sums if builder.mesh.axis_length(axis) > 1]
     inner = left.sharding[-1] if policy is policies.MatchedInnerSharding else FULL
@@ -494,7 +501,7 @@ class FeedForward(ShardedOperation):
         """Write the layer."""
         _, hidden, _ = _write_hidden(builder, inputs, self.sharding)
         w2, wanted = inputs["w2"], self.sharding.out
-        out = product(builder, hidden, w2, _choose_block(builder, hidden, w2, wanted), wanted)
+        out = product(builder, hidden, w2, choose_block(builder, hidden, w2, wanted), wanted)
         return {"out": _add_bias(builder, out, inputs["b2"])}
 
     def backward(self) -> FeedForwardBackward:
@@ -527,7 +534,7 @@ class FeedForwardBackward(_Backward):
         x, dout, w2 = inputs["x"], inputs["dout"], inputs["w2"]
         before, after, block = _write_hidden(builder, inputs, sharding)
         check_gradient("dout", dout, x.shape, x.dtype)
-        dafter, dw2 = product_backward(builder, after, w2, dout, _choose_block(builder, after, w2, sharding.out))
+        dafter, dw2 = product_backward(builder, after, w2, dout, choose_block(builder, after, w2, sharding.out))
         dbefore = builder.compute("relu_backward", (before, dafter), dafter.shape, dafter.sharding)
         dx, dw1 = product_backward(builder, x, inputs["w1"], dbefore, block)
         db1, db2 = _column_sum(builder, dbefore), _column_sum(builder, dout)
@@ -546,18 +553,10 @@ def _write_hidden(
             raise misfit(name, problem, inputs[name].spec, ArraySpec(shape, x.dtype))
     check_cuts(builder, "hidden", (*x.shape[:-1], w1.shape[1]), sharding.hidden)
     check_cuts(builder, "out", x.shape, sharding.out)
-    block = _choose_block(builder, x, w1, sharding.hidden)
+    block = choose_block(builder, x, w1, sharding.hidden)
     before = _add_bias(builder, product(builder, x, w1, block, sharding.hidden), inputs["b1"])
     after = builder.compute("relu", (before,), before.shape, before.sharding)
     return before, after, block
-
-
-def _choose_block(builder: ProgramBuilder, left: Value, right: Value, wanted: TensorSharding) -> MatrixBlock:
-    """Choose the block of a product: the inner dim stays cut if both factors cut it equally."""
-    is_matched = not left.sharding[-1].full and left.sharding[-1] == right.sharding[0]
-    policies = MatMulShardingPolicy
-    policy = policies.MatchedInnerSharding if is_matched else policies.FullSharding
-    return choose_block(builder, left, right, wanted, policy)
 
 
 def _add_bias(builder: ProgramBuilder, value: Value, bias: Value) -> Value:

@@ -357,12 +357,7 @@ class MLP(PipelinedOperation):
         return (*each, "steps") if self.optimizer.counts_steps else each
 
     def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
-        """Check that the arguments fit each other and that every device has some work.
-
-        Raises:
-            LayoutError: a shape or an element type does not fit; a batch has too few rows, a layer too few columns.
-            UsageError: the number of arguments is wrong.
-        """
+        """Check that the arguments fit each other and that every device has some work."""
         specs = self._name_arguments(activations, parameters)
         inputs = specs["inputs"]
         if len(inputs.shape) != 2 or not dtypes.dtype(inputs.dtype).is_float:
@@ -401,11 +396,7 @@ class MLP(PipelinedOperation):
     def packets(
         self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
     ) -> dict[str, Array]:
-        """Return a device's shards of the arguments of its stage.
-
-        Raises:
-            UsageError: some arguments are numpy arrays and some are tensors.
-        """
+        """Return a device's shards of the arguments of its stage, which must all be numpy arrays or all tensors."""
         arrays = self._name_arguments(activations, parameters)
         check_one_kind(arrays)
         # Without element types: packets depend on shapes alone.

@@ -561,22 +561,16 @@ class StageProgram(ABC):
 
     @abstractmethod
     def forward(self, run: int, chunk: int, given: Value | None) -> Value | None:
-        """Write a forward; return the input of the model's next part (None after the last part).
+        """Write a forward of a micro-batch; return the input of the model's next part (None after the last part).
 
-        Args:
-            run: the micro-batch.
-            chunk: the stage's chunk.
-            given: the value from the previous part; None for the first part.
+        `given` is the value from the previous part; None for the first part.
         """
 
     @abstractmethod
     def backward(self, run: int, chunk: int, given: Value | None) -> Value | None:
         """Write a backward; return the gradient for the previous part (None before the first part).
 
-        Args:
-            run: the micro-batch.
-            chunk: the stage's chunk.
-            given: the value from the next part; None for the last part.
+        `given` is the value from the next part; None for the last part.
         """
 
     @abstractmethod
@@ -619,12 +613,7 @@ class PipelinedOperation(Operation):
     def compile(
         self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
     ) -> tuple[Program, ...]:
-        """Return the programs of all devices.
-
-        Raises:
-            LayoutError: as in `check`, or the pipeline has another mesh.
-            UsageError: as in `check`.
-        """
+        """Return the programs of all devices, of a cluster with the pipeline's mesh; errors as in `check`."""
         if mesh != self.pipeline.mesh:
             raise LayoutError(
                 "the pipeline has another mesh than the cluster",

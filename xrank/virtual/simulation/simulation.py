@@ -55,13 +55,13 @@ from xrank.words import one_line, plural, size_text
 
 def expand_names(stored: StoredModel) -> StoredModel:
     """Return a model whose tensors have the names of a checkpoint, each a part of its tensor of a name with dims."""
-    shards: list[StoredShard] = []
-    for shard in stored.shards:
-        shards.extend(_expand(shard) if has_groups(shard.name) else [shard])
-    return replace(stored, shards=tuple(shards))
+    return replace(stored, shards=tuple(part for shard in stored.shards for part in _expand(shard)))
 
 
 def _expand(shard: StoredShard) -> Iterator[StoredShard]:
+    if not has_groups(shard.name):
+        yield shard
+        return
     name = parse_name(shard.name)
     counts, shape = shard.shape[: len(name.dims)], shard.shape[len(name.dims) :]
     size = prod(shape)
@@ -210,10 +210,7 @@ def plan_work(
     recipe: str | os.PathLike[str] | None = None,
     needs_mesh: bool = False,
 ) -> PlannedWork:
-    """Plan and verify an operation from metadata alone; arguments as in `simulate`.
-
-    `needs_mesh` is whether to determine the mesh of a checkpoint's ranks.
-    """
+    """Plan and verify an operation from metadata alone; `needs_mesh` asks for the mesh of a checkpoint's ranks."""
     _check(operation, to, num_ranks)
     is_partial = operation == "refit"  # an engine need not take all tensors of a trainer
     options, found_mesh = GatherOptions(), None
@@ -305,13 +302,11 @@ def _check(operation: str, to: str | os.PathLike[str] | None, num_ranks: int | N
 
 
 def place_engine(work: PlannedWork) -> PlannedWork:
-    """Return the export of a trainer's ranks as a refit: the plan's files are the parts of an engine's ranks.
-
-    Each engine rank reads replicas of its own, as in `xrank.take_weights`.
-    """
+    """Return the export of a trainer's ranks as a refit: the plan's files are the parts of an engine's ranks."""
 
     def compare_all(tensor: OutputTensor) -> OutputTensor:
-        # A reshard compares the replicas of equal parts once; here each engine rank has all of its own.
+        # A reshard compares the replicas of equal parts once; here each engine rank reads replicas of its own, as in
+        # `xrank.take_weights`.
         part = tensor.part
         return tensor if part is None else replace(tensor, part=replace(part, compared=part.nests))
 
@@ -327,19 +322,6 @@ def place_engine(work: PlannedWork) -> PlannedWork:
         held_nbytes=np.concatenate((work.held_nbytes, np.array(held, np.int64))),
         mesh=None,  # no mesh has the ranks of both sides
     )
-
-
-def count_refit(work: PlannedWork) -> ConversionTraffic:
-    """Count the bytes between the ranks of a refit in one round; a message is a run of bytes in both memories."""
-    assert work.holder is not None
-    flows = []
-    for number, file in enumerate(work.plan.files, work.num_ranks - len(work.plan.files)):
-        for tensor in file.tensors:
-            copies, width = tensor.copies, dtypes.dtype(tensor.source_dtype).nbytes
-            taker, giver = np.full(len(copies), number), work.holder[copies.record]
-            flows.append(Flow(taker, giver, copies.nests.sizes * width, count_runs(copies.nests)))
-    none = np.zeros(work.num_ranks, np.int64)
-    return ConversionTraffic((build_round(none, flows),), none, is_each_read=True)
 
 
 _WORKERS = 4
@@ -430,15 +412,21 @@ def simulate(
 
 def compute_traffic(work: PlannedWork, staging_nbytes: int) -> ConversionTraffic:
     """Compute the traffic of planned work, with a buffer of so many bytes for each worker."""
-    plan, holder = work.plan, work.holder
-    if work.operation == "refit":
-        return count_refit(work)
-    division = divide(plan, range(len(plan.files)), work.num_ranks, holder=holder)
-    rounds = count_rounds(plan, division, holder, staging_nbytes)
-    compared = np.zeros(work.num_ranks, np.int64)
-    if holder is not None:
-        compared = count_compared_nbytes(plan, holder, work.num_ranks)
-    return ConversionTraffic(rounds, compared, is_each_read=False)
+    plan, holder, none = work.plan, work.holder, np.zeros(work.num_ranks, np.int64)
+    if work.operation != "refit":
+        division = divide(plan, range(len(plan.files)), work.num_ranks, holder=holder)
+        rounds = count_rounds(plan, division, holder, staging_nbytes)
+        compared = none if holder is None else count_compared_nbytes(plan, holder, work.num_ranks)
+        return ConversionTraffic(rounds, compared, is_each_read=False)
+    # One round between the two sides; a message is a run of bytes in both memories.
+    assert holder is not None
+    flows = []
+    for number, file in enumerate(plan.files, work.num_ranks - len(plan.files)):
+        for tensor in file.tensors:
+            copies, width = tensor.copies, dtypes.dtype(tensor.source_dtype).nbytes
+            taker, giver = np.full(len(copies), number), holder[copies.record]
+            flows.append(Flow(taker, giver, copies.nests.sizes * width, count_runs(copies.nests)))
+    return ConversionTraffic((build_round(none, flows),), none, is_each_read=True)
 
 
 _MAX_LISTED = 16
@@ -454,6 +442,11 @@ class _Column:
     name: str
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64]
     text: Callable[[float], str]
+
+    @property
+    def total(self) -> str:
+        """Text of the sum; empty for seconds, which pass at once on all ranks."""
+        return "" if self.text is seconds_text else self.text(float(self.values.sum()))
 
 
 def seconds_text(seconds: float) -> str:
@@ -528,13 +521,9 @@ def simulation_table(found: Simulation) -> str:
             for rank in range(found.work.num_ranks)
         ]
         if len(rows) > 1:
-            rows.append(["all", *_sums(columns)])
+            rows.append(["all", *(column.total for column in columns)])
         return _align([heads, *rows])
     return _align([["", "least", "median", "most", "of rank", "all"], *_spread(columns)])
-
-
-def _sums(columns: Sequence[_Column]) -> list[str]:
-    return ["" if column.text is seconds_text else column.text(float(column.values.sum())) for column in columns]
 
 
 def _spread(columns: Sequence[_Column]) -> list[list[str]]:
@@ -545,9 +534,9 @@ def _spread(columns: Sequence[_Column]) -> list[list[str]]:
             column.text(float(np.median(column.values))),
             column.text(float(column.values.max())),
             str(int(column.values.argmax())),
-            total,
+            column.total,
         ]
-        for column, total in zip(columns, _sums(columns), strict=True)
+        for column in columns
     ]
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from xrank import dtypes
 from xrank.engine.casts import SMALLEST_DENSITY
-from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.engine.planner import Copies, Plan, TensorPlan
 from xrank.engine.replicas import find_twins
 from xrank.engine.rounds import Division, Round
 from xrank.engine.windows import WINDOW_NBYTES
@@ -42,7 +42,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundTraffic:
-    """ConversionTraffic of one round, after which the ranks wait for the slowest; arrays are indexed by rank."""
+    """Traffic of one round, after which the ranks wait for the slowest; arrays are indexed by rank."""
 
     written_nbytes: IntArray
     read_nbytes: IntArray
@@ -78,7 +78,7 @@ def _sum_by_rank(num_ranks: int, rank: IntArray, amount: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionTraffic:
-    """ConversionTraffic of a whole conversion."""
+    """Traffic of a whole conversion."""
 
     rounds: tuple[RoundTraffic, ...]
     compared_nbytes: IntArray
@@ -286,7 +286,14 @@ def _count_rest(plan: Plan, division: Division, staging_nbytes: int) -> Iterator
     wanted = np.zeros(len(records), np.int64)
     for number, one in enumerate(division.rounds):
         for index in one.files:
-            touched = _add_wanted(plan.files[index], wanted, staging_nbytes)
+            touched = np.zeros(len(records), np.bool_)
+            for tensor in plan.files[index].tensors:
+                width = dtypes.dtype(tensor.source_dtype).nbytes
+                for copies in (tensor.copies, tensor.replicas):
+                    # Reads across gaps are not checksummed.
+                    is_dense = compute_read_overhead(copies.nests, staging_nbytes // width) == 1
+                    np.add.at(wanted, copies.record[is_dense], copies.nests.sizes[is_dense] * width)
+                    touched[copies.record] = True
             if is_alone:  # it finishes each file alone, so later files may read the same bytes again
                 yield number, _flow_of_rest(touched & ~done, wanted, records.nbytes, np.zeros_like(wanted))
                 done |= touched
@@ -294,18 +301,6 @@ def _count_rest(plan: Plan, division: Division, staging_nbytes: int) -> Iterator
             # If several ranks read a record, none of them knows the remaining bytes, so the first rank reads them.
             taker = np.where(division.left_open, 0, division.first_rank)
             yield number, _flow_of_rest(~done & (division.last_round == number), wanted, records.nbytes, taker)
-
-
-def _add_wanted(file: FilePlan, wanted: IntArray, staging_nbytes: int) -> npt.NDArray[np.bool_]:
-    """Add, by record, the bytes that a file's reads checksum (none across gaps); return which records it reads."""
-    touched = np.zeros(len(wanted), np.bool_)
-    for tensor in file.tensors:
-        width = dtypes.dtype(tensor.source_dtype).nbytes
-        for copies in (tensor.copies, tensor.replicas):
-            is_dense = compute_read_overhead(copies.nests, staging_nbytes // width) == 1
-            np.add.at(wanted, copies.record[is_dense], copies.nests.sizes[is_dense] * width)
-            touched[copies.record] = True
-    return touched
 
 
 def _flow_of_rest(chosen: npt.NDArray[np.bool_], wanted: IntArray, nbytes: IntArray, taker: IntArray) -> Flow:
