@@ -25,10 +25,10 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from xrank.errors import GradientError
-from xrank.gradients.faults import At, GradientFault
+from xrank.gradients.faults import At, GradientFault, dump_faults, join_faults
 from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.gradients.roles import local_of
-from xrank.gradients.wire import FaultFlag, GradientWire, Handle
+from xrank.gradients.wire import GradientWire, Handle
 from xrank.words import list_text
 
 
@@ -452,8 +452,11 @@ class BucketSync:
                 for planned, count in zip(self.plan.parameters, self.arrivals, strict=True)
                 if not count
             ]
-        # The flag travels behind the gradients: every rank runs all collectives, even a rank that has faults.
-        flag = FaultFlag([*self.faults, *more], self._wire, self.plan.all_ranks)
+        # The flag travels behind the gradients: every rank runs all collectives, even one with faults. Ranks send the
+        # texts of faults only after a flag was raised.
+        faults, ranks = [*self.faults, *more], self.plan.all_ranks
+        flag = torch.tensor([len(faults)], dtype=torch.int64, device=self._wire.device)
+        flagged = self._wire.all_reduce(flag, ranks, "max")
         # Before the waits and faults: a gradient that comes from now on belongs to the next step.
         self.is_finished = True
         self.faults = []
@@ -471,7 +474,11 @@ class BucketSync:
                 handles.append(self._wire.all_reduce(shard, buffer.planned.across_ranks, buffer.planned.operation))
         for handle in handles:
             handle.wait()
-        flag.raise_if_any()
+        # The host reads the flag next: on an accelerator, too, it has to wait, or name a rank that has ended.
+        getattr(flagged, "finish", flagged.wait)()
+        if int(flag):
+            # In the order of ranks, so that all ranks raise the same fault first.
+            raise join_faults(text for _, text in sorted(self._wire.exchange(dump_faults(faults), ranks).items()))
 
     def _send_next(self) -> None:
         """Scale the next bucket, inspect it, and send it."""

@@ -1,15 +1,21 @@
 """Errors about a parameter on a rank, and faults that all ranks raise together at the end of a step.
 
 A rank that raised alone would leave the others waiting. So a rank records a fault, still runs all collectives of the
-step, and at the end of the step every rank receives the faults of all (`xrank.gradients.wire.FaultFlag`).
+step, and at the end of the step every rank receives the faults of all (`xrank.gradients.buckets.BucketSync.finish`).
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from xrank.errors import GradientError, LayoutError, UsageError
+from xrank.words import first_lines
+
+_MAX_FAULTS = 8
+"""Faults that one rank sends: a mistake in the loop makes one for every parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +57,18 @@ class At:
 
     def _parts(self, text: str, next_step: str, got: str | None, want: str | None) -> dict[str, Any]:
         return asdict(self.fault(text, next_step, got, want))
+
+
+def dump_faults(faults: Sequence[GradientFault]) -> str:
+    """Return the text of a rank's faults, for `join_faults`."""
+    return json.dumps([asdict(fault) for fault in faults[:_MAX_FAULTS]])
+
+
+def join_faults(texts: Iterable[str]) -> GradientError:
+    """Return the first fault of all ranks as an error, with the others as notes."""
+    first, *others = (fault for text in texts for fault in json.loads(text))
+    error = GradientError(**first)
+    notes = [f"also: {other['message']}" for other in others if other["message"] != first["message"]]
+    for line in first_lines(notes, _MAX_FAULTS):
+        error.add_note(line)
+    return error

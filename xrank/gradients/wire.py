@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
@@ -26,12 +26,11 @@ from msgspec import structs
 from xxhash import xxh128_hexdigest
 
 from xrank import environment
-from xrank.errors import GradientError, RankFailedError, RankTimeoutError
-from xrank.gradients.faults import At, GradientFault
+from xrank.errors import RankFailedError, RankTimeoutError
+from xrank.gradients.faults import At
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import Store, find_store
 from xrank.ranks.waits import Membership, Peer
-from xrank.words import first_lines
 
 Combination: TypeAlias = Literal["sum", "average", "max"]
 
@@ -50,8 +49,6 @@ _GRACE_SECONDS = 1.0
 """Time between the error of a collective and the end of the process that caused it: connections close a little before
 a process ends, and a rank that raises an error ends later."""
 _CALL = "a step's collectives"
-_MAX_FAULTS = 8
-"""Faults that one rank sends: a mistake in the loop makes one for every parameter."""
 
 _T = TypeVar("_T")
 
@@ -310,29 +307,3 @@ class _WatchedWork:
     def finish(self) -> None:
         if self.work is not None and self.watch is not None:
             self.watch.wait(self.work, is_on_host=self.is_on_host)
-
-
-class FaultFlag:
-    """One number that flags a fault on any rank, reduced while gradients are under way."""
-
-    def __init__(self, faults: Sequence[GradientFault], wire: GradientWire, ranks: tuple[int, ...]) -> None:
-        self._faults, self._wire, self._ranks = faults, wire, ranks
-        # One int64 per step: ranks send the texts of faults only after a flag was raised.
-        self._flag = torch.tensor([len(faults)], dtype=torch.int64, device=wire.device)
-        self._handle = wire.all_reduce(self._flag, ranks, "max")
-
-    def raise_if_any(self) -> None:
-        """Raise the first fault of the lowest rank on all ranks, with the other faults as notes."""
-        # The host reads the flag next: on an accelerator, too, it has to wait, or name a rank that has ended.
-        getattr(self._handle, "finish", self._handle.wait)()
-        if not int(self._flag):
-            return
-        text = json.dumps([asdict(fault) for fault in self._faults[:_MAX_FAULTS]])
-        texts = self._wire.exchange(text, self._ranks)
-        # In the order of ranks, so that all ranks raise the same fault first.
-        first, *others = (fault for rank in sorted(texts) for fault in json.loads(texts[rank]))
-        error = GradientError(**first)
-        notes = [f"also: {other['message']}" for other in others if other["message"] != first["message"]]
-        for line in first_lines(notes, _MAX_FAULTS):
-            error.add_note(line)
-        raise error

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require, require_linux
-from xrank.virtual.processes import collect_stacks
+from xrank.virtual.processes import DeviceFailure, collect_stacks
 from xrank.words import ranks_text
 
 
@@ -60,21 +60,6 @@ class Task:
     """Keywords of the function that each rank fills in: ``rank``, ``world_size``, both or none."""
     is_test: bool = False
     """Whether the module is a test's: then asserts are rewritten, and methods are bound to a new instance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception of a rank, in a form that can always be pickled."""
-
-    raised_at: float
-    """Time on the host's monotonic clock, which all its processes share: it orders failures."""
-    summary: str
-    traceback: str
-    error: bytes | None
-    """The pickled exception; None if it cannot be pickled."""
-    joined: bool
-    """Whether the rank had joined its world. A rank that could not join is unusable: torch counts groups, and its count
-    would differ from the other ranks' (torch/distributed/distributed_c10d.py: _World.group_count)."""
 
 
 def load_module(name: str, file: str | None, is_test: bool) -> ModuleType:
@@ -128,7 +113,7 @@ def _call(task: Task) -> Any:
 
 
 def _serve(task: Task, connection: Connection) -> None:
-    """Join the call's world, answer with the call's result or its `Failure`, and leave the world."""
+    """Join the call's world, answer with the call's result or its failure, and leave the world."""
     distributed: Any = importlib.import_module("torch.distributed")  # its stubs hide FileStore
     joined = False
     try:
@@ -142,11 +127,11 @@ def _serve(task: Task, connection: Connection) -> None:
         joined = True
         # A rank that fails at once would break connections that a slower rank is still making, and so make it unusable.
         distributed.barrier()
-        answer, succeeded = pickle.dumps((True, _call(task))), True
+        answer, succeeded = pickle.dumps((True, _call(task), joined)), True
     except BaseException as error:  # pytest's outcomes are not Exceptions
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
-        answer, succeeded = pickle.dumps((False, _failure(error, joined))), False
+        answer, succeeded = pickle.dumps((False, _failure(task.rank, error), joined)), False
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send_bytes(answer)
@@ -161,15 +146,14 @@ def _serve(task: Task, connection: Connection) -> None:
         connection.recv_bytes()
 
 
-def _failure(error: BaseException, joined: bool) -> Failure:
-    raised_at = time.monotonic()
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)  # noqa: S301 - some exceptions only fail here
-    except Exception:
-        pickled = None
+def _failure(rank: int, error: BaseException) -> DeviceFailure:
+    raised_at, cause = time.monotonic(), None
+    with contextlib.suppress(Exception):
+        cause = pickle.dumps(error)
     summary = f"{type(error).__qualname__}: {error}"
-    return Failure(raised_at, summary, "".join(traceback.format_exception(error)), pickled, joined)
+    failure = RankFailedError(f"rank {rank} failed: {summary}", rank=rank, host=socket.gethostname(), cause=summary)
+    failure.add_note(f"on rank {rank}:\n{''.join(traceback.format_exception(error))}")
+    return DeviceFailure(raised_at, failure, cause)
 
 
 def _forget_meshes() -> None:
@@ -480,7 +464,7 @@ class RankPool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    succeeded, value = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own ranks
+                    succeeded, value, joined = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own ranks
                 except (EOFError, ConnectionError):
                     failed.append((-math.inf, self._ranks[rank].death()))  # first: other failures follow from it
                     broken = True
@@ -488,8 +472,13 @@ class RankPool:
                     if succeeded:
                         results[rank] = value
                     else:
-                        broken = broken or not value.joined
-                        failed.append((value.raised_at, _make_rank_error(rank, value, self._ranks[rank].output())))
+                        # A rank that could not join is unusable: torch counts groups, and its count would differ from
+                        # the other ranks' (torch/distributed/distributed_c10d.py: _World.group_count).
+                        broken = broken or not joined
+                        error = value.to_error()
+                        if output := self._ranks[rank].output():
+                            error.add_note(f"rank {rank} printed:\n{output}")
+                        failed.append((value.raised_at, error))
                 if failed:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         stuck = tuple(sorted(waiting.values()))
@@ -614,19 +603,6 @@ class _Rank:
         self.connection.close()
         os.close(self._stacks)
         os.close(self._life)
-
-
-def _make_rank_error(rank: int, failure: Failure, output: str) -> RankFailedError:
-    error = RankFailedError(
-        f"rank {rank} failed: {failure.summary}", rank=rank, host=socket.gethostname(), cause=failure.summary
-    )
-    error.add_note(f"on rank {rank}:\n{failure.traceback}")
-    if output:
-        error.add_note(f"rank {rank} printed:\n{output}")
-    if failure.error is not None:
-        with contextlib.suppress(Exception):
-            error.__cause__ = pickle.loads(failure.error)  # noqa: S301 - from our own ranks
-    return error
 
 
 if __name__ == "__main__":

@@ -374,11 +374,6 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
 def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Array]:
     """Return views of each device's shard of an array, in mesh order.
 
-    Args:
-        array: the whole array.
-        sharding: the sharding to cut it by.
-        mesh: as for `VirtualCluster`.
-
     Raises:
         LayoutError: the sharding does not fit the array, or contains sums.
 
@@ -396,12 +391,7 @@ def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Arra
 def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike) -> Array:
     """Join the devices' shards to the whole array: the inverse of `shards_of`, for a run's outputs.
 
-    Addends are summed in mesh order. Replicas are compared bit by bit.
-
-    Args:
-        shards: one shard per device, in mesh order.
-        sharding: the sharding of the shards.
-        mesh: as for `VirtualCluster`.
+    There is one shard per device, in mesh order. Addends are summed in that order. Replicas are compared bit by bit.
 
     Raises:
         LayoutError: the number, shapes, element types or kinds of the shards do not fit the sharding.

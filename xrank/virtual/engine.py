@@ -123,12 +123,7 @@ class ChannelStatistics:
 
 
 class VirtualChannel(ABC):
-    """One direction from one device, or the host, to another: first in, first out, lossless.
-
-    Args:
-        source: the sending device; `HOST` for the host.
-        target: the receiving device; `HOST` for the host.
-    """
+    """One direction from one device, or the `HOST`, to another: first in, first out, lossless."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source = source
@@ -224,10 +219,6 @@ class EngineOutcome:
     """Counted by the senders' ends, including the host's."""
     received: Counts
     """Counted by the receivers' ends, including the host's."""
-
-
-Engine: TypeAlias = Callable[..., EngineOutcome]
-"""``run(jobs, *, timeout_seconds)`` runs all jobs, returns their outcome, and releases all resources in any case."""
 
 
 def make_failure(device: int, error: BaseException, *, pid: int | None = None) -> RankFailedError:
@@ -418,7 +409,7 @@ class _QueueLinks:
 
 
 def run(jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
-    """Run jobs on threads, with the contract of `engine.Engine`."""
+    """Run all jobs on threads, return their outcome, and release all resources in any case."""
     end = monotonic() + timeout_seconds
     monitor = Monitor(live={job.device for job in jobs})
     channels: dict[tuple[int, int], _QueueChannel] = {}

@@ -385,12 +385,7 @@ class PipelineStage:
                     ...
 
     Each device has its own stage object and counts its own cycles. Properties that depend on the cycle raise a
-    RuntimeError outside of the block.
-
-    Args:
-        pipeline: the pipeline.
-        index: index of the stage.
-        device: one of the stage's devices; None means the first.
+    RuntimeError outside of the block. The device is one of the stage's; None means the first.
     """
 
     def __init__(self, pipeline: Pipeline, index: int, device: int | None = None) -> None:
@@ -583,9 +578,6 @@ class PipelinedOperation(Operation):
 
     Each stage is written as one program for all its devices (`stage_program`). Every device of a stage sends the
     returned value to the device at the same place of the next stage.
-
-    Args:
-        pipeline: the stages and their schedule.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:

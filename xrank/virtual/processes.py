@@ -56,7 +56,7 @@ _NO_MESSAGE_STATUS = 70
 
 
 def run(jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
-    """Run each job in its own process; see `xrank.virtual.engine.Engine`."""
+    """Run each job in its own process, as `xrank.virtual.engine.run` does on threads."""
     if len(jobs) > MAX_DEVICES:
         raise UsageError(
             f"{len(jobs)} devices need too many processes",
@@ -99,7 +99,7 @@ class DeviceResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFailure:
-    """The last message of a device whose body raised; always picklable."""
+    """The last message of a device, or of a test's rank, whose body raised; always picklable."""
 
     raised_at: float
     """Seconds on the host's monotonic clock, which orders the failures of all processes."""
