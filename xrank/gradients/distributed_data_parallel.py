@@ -32,7 +32,7 @@ from xrank.gradients.buckets import BucketSync, GradientBuffer, GradientHooks, P
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.optimizers import watch_optimizers
-from xrank.gradients.plan import GradientPlan, PlannedBuffer, iter_parameters, list_later
+from xrank.gradients.plan import GradientPlan, Modules, PlannedBuffer, iter_parameters, list_later
 from xrank.gradients.roles import MeshPlace, local_of, role_of
 from xrank.gradients.wire import GradientWire, make_wire
 
@@ -139,9 +139,7 @@ _CHUNK = 1 << 20
 _PRIME = 2_147_483_647
 
 
-def _match_parameters(
-    module: torch.nn.Module | Sequence[torch.nn.Module], plan: GradientPlan
-) -> dict[str, torch.nn.Parameter]:
+def _match_parameters(module: Modules, plan: GradientPlan) -> dict[str, torch.nn.Parameter]:
     """Return the module's parameters by their names in the plan, in its order; or raise where they differ."""
     for part in [module] if isinstance(module, torch.nn.Module) else module:
         for name, inner in part.named_modules():
@@ -253,7 +251,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def __init__(
         self,
-        module: torch.nn.Module | Sequence[torch.nn.Module],
+        module: Modules,
         plan: GradientPlan,
         config: GradientConfig | None = None,
         *,

@@ -6,9 +6,9 @@ Pure data, made from a module, a mesh and a rank. Needs no processes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import lcm, prod
 from typing import Any, Literal, TypeAlias
 
@@ -104,6 +104,7 @@ def shard_bounds(start: int, stop: int, num_shards: int, place: int) -> tuple[in
     return start + place * size, start + (place + 1) * size
 
 
+Modules: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module]
 Operation: TypeAlias = Literal["sum", "average"]
 LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
 LATER_KINDS: tuple[LaterKind, ...] = ("conditional", "tensor", "word", "position")
@@ -263,7 +264,7 @@ def _list_elements(start: int, stop: int) -> str:
 _DEFAULT = GradientConfig()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GradientPlan:
     """The exchanges of all gradients of one rank. Replicas get equal layouts; no process group is needed.
 
@@ -286,16 +287,15 @@ class GradientPlan:
     """Ordered by id."""
     frozen: tuple[str, ...]
     """Names of parameters that need no gradient, and so no place."""
-    _by_name: Mapping[str, PlannedParameter] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        known = {name: parameter for parameter in self.parameters for name in (parameter.name, *parameter.aliases)}
-        object.__setattr__(self, "_by_name", known)
+    @cached_property
+    def _by_name(self) -> Mapping[str, PlannedParameter]:
+        return {name: parameter for parameter in self.parameters for name in (parameter.name, *parameter.aliases)}
 
     @classmethod
     def from_module(
         cls,
-        module: torch.nn.Module | Sequence[torch.nn.Module],
+        module: Modules,
         mesh: Any,
         config: GradientConfig = _DEFAULT,
         rank: int | None = None,
@@ -331,11 +331,6 @@ class GradientPlan:
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # __post_init__ builds the index by name again.
-        arguments = (self.views, self.rank, self.config, self.parameters, self.buffers, self.buckets, self.frozen)
-        return (GradientPlan, arguments)
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
@@ -456,9 +451,7 @@ class _BufferKind:
     may hold different numbers of elements of other parameters, which would shift the shards of these."""
 
 
-def _make_plan(
-    module: torch.nn.Module | Sequence[torch.nn.Module], views: MeshViews, config: GradientConfig, rank: int | None
-) -> GradientPlan:
+def _make_plan(module: Modules, views: MeshViews, config: GradientConfig, rank: int | None) -> GradientPlan:
     if not isinstance(config, GradientConfig):
         raise UsageError("the config is not a GradientConfig", got=type(config).__name__, want="a GradientConfig")
     if rank is None and dist.is_available() and dist.is_initialized():
@@ -562,9 +555,7 @@ def _make_plan(
     return GradientPlan(views, place.rank, config, tuple(placed.values()), numbered, buckets, tuple(frozen))
 
 
-def iter_parameters(
-    module: torch.nn.Module | Sequence[torch.nn.Module],
-) -> Iterable[tuple[str, torch.nn.Parameter]]:
+def iter_parameters(module: Modules) -> Iterable[tuple[str, torch.nn.Parameter]]:
     """Yield all names and parameters in the order of registration, a parameter under each of its names."""
     if isinstance(module, torch.nn.Module):
         yield from module.named_parameters(remove_duplicate=False)

@@ -43,6 +43,10 @@ def misfit(name: str, problem: str, found: ArraySpec, want: object) -> LayoutErr
 Array: TypeAlias = Any
 """A numpy array or a torch tensor in main memory."""
 
+Arrays: TypeAlias = Sequence[Array]
+
+Specs: TypeAlias = Sequence[ArraySpec]
+
 ArrayKind: TypeAlias = Literal["numpy", "torch"]
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]

@@ -18,7 +18,7 @@ import numpy as np
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import SplitKind
-from xrank.virtual.arrays import Array, ArraySpec, bytes_of, check_one_kind, kind_of, reduce, spec_of
+from xrank.virtual.arrays import Array, Arrays, ArraySpec, Specs, bytes_of, check_one_kind, kind_of, reduce, spec_of
 from xrank.virtual.programs import Communicate, Compute, Instruction, Operation, Program, Receive, Return
 from xrank.virtual.sharding import (
     DimSharding,
@@ -489,9 +489,7 @@ class ShardedOperation(Operation):
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
         """Write the steps and return the outputs by name; their shardings may differ from the wanted except in sums."""
 
-    def compile(
-        self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
-    ) -> tuple[Program, ...]:
+    def compile(self, mesh: DeviceMesh, activations: Specs, parameters: Specs) -> tuple[Program, ...]:
         """Return the programs of all devices; see `Operation.compile`."""
         builder = ProgramBuilder(mesh)
         inputs: dict[str, Value] = {}
@@ -503,9 +501,7 @@ class ShardedOperation(Operation):
             builder.give(redistribute(builder, outputs[name], sharding), name)
         return builder.programs()
 
-    def packets(
-        self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
-    ) -> dict[str, Array]:
+    def packets(self, mesh: DeviceMesh, device: int, activations: Arrays, parameters: Arrays) -> dict[str, Array]:
         """Return a device's shards of the arguments, which must all be numpy arrays or all tensors."""
         named, at = self._zip_arguments(activations, parameters), mesh.coordinate(device)
         check_one_kind({name: array for name, (array, _) in named.items()})

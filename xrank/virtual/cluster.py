@@ -14,6 +14,7 @@ from xrank.errors import UsageError, require_linux
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import (
     Array,
+    Arrays,
     ArraySpec,
     concatenate,
     copy_of,
@@ -64,7 +65,7 @@ from xrank.virtual.programs import (
     list_inputs,
     list_outputs,
 )
-from xrank.virtual.sharding import MeshLike, as_device_mesh, group_of
+from xrank.virtual.sharding import Axes, Group, MeshLike, as_device_mesh, group_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +173,6 @@ class CollectiveCall:
         return mean_of(total, len(self.members)) if self.reduction == "mean" else total
 
 
-Axes = str | Sequence[str] | None
-
-
 class VirtualDevice:
     """One device of a running cluster, created by the cluster; its `index` is its number (rank) in the mesh."""
 
@@ -200,11 +198,11 @@ class VirtualDevice:
         """Statistics of this device up to now."""
         return DeviceStatistics(dict(self._traffic), self._from_host, self._to_host, self._flops, self._peak_nbytes)
 
-    def group(self, axes: Axes = None, *, group: Sequence[int] | None = None) -> tuple[int, ...]:
+    def group(self, axes: Axes = None, *, group: Group = None) -> tuple[int, ...]:
         """Return the members of the group that these arguments select, including this device."""
         return group_of(self.mesh, self.index, axes, group)
 
-    def all_scatter(self, array: Array, axes: Axes = None, *, group: Sequence[int] | None = None) -> list[Array]:
+    def all_scatter(self, array: Array, axes: Axes = None, *, group: Group = None) -> list[Array]:
         """Send an array to all others at once and return all in group order; shapes may differ. Always a push."""
         result = self.exchange("all_scatter", array, axes, group)
         assert isinstance(result, list)
@@ -215,7 +213,7 @@ class VirtualDevice:
         array: Array,
         axes: Axes = None,
         *,
-        group: Sequence[int] | None = None,
+        group: Group = None,
         dim: int | None = None,
         algorithm: str | None = None,
     ) -> Array:
@@ -230,7 +228,7 @@ class VirtualDevice:
         array: Array,
         axes: Axes = None,
         *,
-        group: Sequence[int] | None = None,
+        group: Group = None,
         reduction: str = "sum",
         algorithm: str | None = None,
     ) -> Array:
@@ -248,7 +246,7 @@ class VirtualDevice:
         array: Array,
         axes: Axes = None,
         *,
-        group: Sequence[int] | None = None,
+        group: Group = None,
         dim: int = 0,
         reduction: str = "sum",
         algorithm: str | None = None,
@@ -260,13 +258,7 @@ class VirtualDevice:
         return self.exchange("reduce_scatter", array, axes, group, dim=dim, reduction=reduction, algorithm=algorithm)
 
     def broadcast(
-        self,
-        array: Array | None,
-        root: int,
-        axes: Axes = None,
-        *,
-        group: Sequence[int] | None = None,
-        algorithm: str | None = None,
+        self, array: Array | None, root: int, axes: Axes = None, *, group: Group = None, algorithm: str | None = None
     ) -> Array:
         """Return the array of the device `root`; the arrays of the other members are ignored."""
         return self.exchange("broadcast", array, axes, group, root=root, algorithm=algorithm)
@@ -277,7 +269,7 @@ class VirtualDevice:
         root: int,
         axes: Axes = None,
         *,
-        group: Sequence[int] | None = None,
+        group: Group = None,
         dim: int | None = None,
         algorithm: str | None = None,
     ) -> Array | None:
@@ -290,16 +282,14 @@ class VirtualDevice:
         root: int,
         axes: Axes = None,
         *,
-        group: Sequence[int] | None = None,
+        group: Group = None,
         dim: int = 0,
         algorithm: str | None = None,
     ) -> Array:
         """Return this member's part of the root's array along a dim, cut as in `reduce_scatter`."""
         return self.exchange("scatter", array, axes, group, dim=dim, root=root, algorithm=algorithm)
 
-    def all_to_all(
-        self, arrays: Sequence[Array], axes: Axes = None, *, group: Sequence[int] | None = None
-    ) -> list[Array]:
+    def all_to_all(self, arrays: Arrays, axes: Axes = None, *, group: Group = None) -> list[Array]:
         """Send each member its own array and return the received ones, both in group order. Always a push."""
         result = self.exchange("all_to_all", list(arrays), axes, group)
         assert isinstance(result, list)
@@ -341,7 +331,7 @@ class VirtualDevice:
         collective: str,
         brought: Array | list[Array] | None,
         axes: Axes = None,
-        group: Sequence[int] | None = None,
+        group: Group = None,
         *,
         dim: int | None = None,
         reduction: str | None = None,
@@ -555,8 +545,8 @@ class VirtualCluster:
         self,
         operation: Operation | Callable[..., Any],
         *args: Any,
-        activations: Sequence[Array] = (),
-        parameters: Sequence[Array] = (),
+        activations: Arrays = (),
+        parameters: Arrays = (),
     ) -> Run:
         """Run an operation, or a function of a `VirtualDevice`, on all devices at once.
 
@@ -620,7 +610,7 @@ class VirtualCluster:
         return function(device, *args), device.statistics
 
     def _make_program_jobs(
-        self, operation: Operation, activations: Sequence[Array], parameters: Sequence[Array]
+        self, operation: Operation, activations: Arrays, parameters: Arrays
     ) -> tuple[list[DeviceJob], list[tuple[str, ...]]]:
         """Return the jobs of an operation, and the names of each device's outputs."""
         specs = [tuple(map(spec_of, arrays)) for arrays in (activations, parameters)]

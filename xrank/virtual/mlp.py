@@ -11,7 +11,7 @@ from typing import Any, ClassVar, SupportsFloat
 from xrank import dtypes
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import Array, ArraySpec, check_one_kind, concatenate, misfit, split_lengths
+from xrank.virtual.arrays import Array, Arrays, ArraySpec, Specs, check_one_kind, concatenate, misfit, split_lengths
 from xrank.virtual.builder import ProgramBuilder, Value, redistribute
 from xrank.virtual.pipeline import Pipeline, PipelinedOperation, StageProgram
 from xrank.virtual.programs import Return
@@ -356,7 +356,7 @@ class MLP(PipelinedOperation):
         each = tuple(f"{state}.{name}" for state in self.optimizer.states for name in self.parameter_names)
         return (*each, "steps") if self.optimizer.counts_steps else each
 
-    def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
+    def check(self, activations: Specs, parameters: Specs) -> None:
         """Check that the arguments fit each other and that every device has some work."""
         specs = self._name_arguments(activations, parameters)
         inputs = specs["inputs"]
@@ -387,15 +387,11 @@ class MLP(PipelinedOperation):
                 next_step="take fewer runs, or a larger batch",
             )
 
-    def stage_program(
-        self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
-    ) -> StageProgram:
+    def stage_program(self, stage: int, builder: ProgramBuilder, activations: Specs, parameters: Specs) -> StageProgram:
         """Return the writer of one stage's program."""
         return _MLPStage(self, self._name_arguments(activations, parameters), stage, builder)
 
-    def packets(
-        self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
-    ) -> dict[str, Array]:
+    def packets(self, mesh: DeviceMesh, device: int, activations: Arrays, parameters: Arrays) -> dict[str, Array]:
         """Return a device's shards of the arguments of its stage, which must all be numpy arrays or all tensors."""
         arrays = self._name_arguments(activations, parameters)
         check_one_kind(arrays)

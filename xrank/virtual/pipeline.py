@@ -28,7 +28,7 @@ from typing import Literal, NoReturn, Self, TypeAlias
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.pictures.picture import Lane, Picture, Span, draw_timeline
-from xrank.virtual.arrays import ArraySpec
+from xrank.virtual.arrays import Specs
 from xrank.virtual.builder import ProgramBuilder, Value
 from xrank.virtual.programs import Operation, Program, Send, Take
 from xrank.virtual.sharding import MeshLike, as_device_mesh
@@ -588,13 +588,11 @@ class PipelinedOperation(Operation):
         self.pipeline = pipeline
 
     @abstractmethod
-    def stage_program(
-        self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
-    ) -> StageProgram:
+    def stage_program(self, stage: int, builder: ProgramBuilder, activations: Specs, parameters: Specs) -> StageProgram:
         """Return the writer of one stage's program."""
 
     @abstractmethod
-    def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
+    def check(self, activations: Specs, parameters: Specs) -> None:
         """Check the arguments before anything is written.
 
         Raises:
@@ -602,9 +600,7 @@ class PipelinedOperation(Operation):
             UsageError: the operation takes other arguments.
         """
 
-    def compile(
-        self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
-    ) -> tuple[Program, ...]:
+    def compile(self, mesh: DeviceMesh, activations: Specs, parameters: Specs) -> tuple[Program, ...]:
         """Return the programs of all devices, of a cluster with the pipeline's mesh; errors as in `check`."""
         if mesh != self.pipeline.mesh:
             raise LayoutError(

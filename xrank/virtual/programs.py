@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import Array, ArraySpec, spec_of, split_lengths, with_length
+from xrank.virtual.arrays import Array, Arrays, ArraySpec, Specs, spec_of, split_lengths, with_length
 from xrank.virtual.sharding import MeshLike, as_device_mesh
 
 
@@ -223,7 +223,7 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
 
 
 def iterate_steps(
-    collective: str, algorithm: str, given: Sequence[ArraySpec], dim: int | None = None
+    collective: str, algorithm: str, given: Specs, dim: int | None = None
 ) -> Iterator[tuple[Step, IntArray]]:
     """Yield the steps of member 0 of a collective without a root, each with the bytes that every member sends in it.
 
@@ -255,7 +255,7 @@ def iterate_steps(
 
 
 def rooted_steps(
-    collective: str, algorithm: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
+    collective: str, algorithm: str, given: Specs, member: int, *, dim: int | None = None, root: int = 0
 ) -> Iterator[tuple[Step, int]]:
     """Yield the steps of a member of a collective of `ROOTED`, each with its bytes."""
     slots = _cut_spec(given[root], len(given), dim or 0) if collective == "scatter" else given
@@ -265,7 +265,7 @@ def rooted_steps(
 
 
 def count_traffic(
-    collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0
+    collective: str, algorithm: str, given: Specs, *, dim: int | None = None, root: int = 0
 ) -> tuple[Traffic, ...]:
     """Count what each member sends and receives in one call, in the group's order."""
     size = len(given)
@@ -488,9 +488,7 @@ class Operation(ABC):
     """
 
     @abstractmethod
-    def compile(
-        self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
-    ) -> tuple[Program, ...]:
+    def compile(self, mesh: DeviceMesh, activations: Specs, parameters: Specs) -> tuple[Program, ...]:
         """Return the programs of all devices, in mesh order.
 
         Args:
@@ -504,9 +502,7 @@ class Operation(ABC):
         """
 
     @abstractmethod
-    def packets(
-        self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
-    ) -> dict[str, Array]:
+    def packets(self, mesh: DeviceMesh, device: int, activations: Arrays, parameters: Arrays) -> dict[str, Array]:
         """Return the host's arrays for a device: one per `Receive` of its program, by packet name."""
 
 
@@ -560,7 +556,7 @@ def compile_operation(
 
 
 def compile_programs(
-    operation: Operation, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
+    operation: Operation, mesh: DeviceMesh, activations: Specs, parameters: Specs
 ) -> tuple[Program, ...]:
     """Compile an operation to one program per device, in mesh order."""
     programs = tuple(operation.compile(mesh, activations, parameters))

@@ -143,9 +143,11 @@ def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
     return Mesh(*(mesh if isinstance(mesh, Sequence) else (mesh,))).device_mesh
 
 
-def group_of(
-    mesh: DeviceMesh, device: int, axes: str | Sequence[str] | None = None, group: Sequence[int] | None = None
-) -> tuple[int, ...]:
+Axes: TypeAlias = str | Sequence[str] | None
+Group: TypeAlias = Sequence[int] | None
+
+
+def group_of(mesh: DeviceMesh, device: int, axes: Axes = None, group: Group = None) -> tuple[int, ...]:
     """Return the group in which a device calls a collective: along mesh axes, in mesh order, or as it is given."""
     if group is None:
         if axes is not None and not isinstance(axes, Iterable):
