@@ -43,7 +43,7 @@ def test_packets_come_in_order_and_returned_arrays_outlive_the_run():
             links.to_device(HOST).send(got, make_heading("return", call=number))
         return links.to_device(HOST).sent.messages
 
-    outcome = processes.run([DeviceJob(5, body, packets, 50), DeviceJob(2, body, packets, 50)], timeout_seconds=30)
+    outcome = processes.run([DeviceJob(5, body, packets), DeviceJob(2, body, packets)], timeout_seconds=30)
     assert outcome.results == (50, 50)
     for returned in outcome.returned:
         assert [array.shape for array in returned] == [(n, 1000) for n in range(50)]

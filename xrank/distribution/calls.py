@@ -81,15 +81,6 @@ class _Call(threading.local):
         self.module = self.frame = None
         self.contexts.close()
 
-    def end_if_interrupted(self) -> None:
-        """End a call whose frame no longer runs: torch runs no hook of a call that Ctrl-C stops."""
-        if self.frame is not None:
-            try:
-                self.frame.clear()
-            except RuntimeError:  # Python clears no frame that runs
-                return
-            self.end()
-
 
 _CALL = _Call()
 _HOOKS: WeakKeyDictionary[nn.Module, CallHooks] = WeakKeyDictionary()
@@ -114,7 +105,14 @@ class CallHooks:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType | None = None) -> Any:
         """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
-        _CALL.end_if_interrupted()
+        if _CALL.frame is not None:
+            # End a call whose frame no longer runs: torch runs no hook of a call that Ctrl-C stops.
+            try:
+                _CALL.frame.clear()
+            except RuntimeError:  # Python clears no frame that runs
+                pass
+            else:
+                _CALL.end()
         if _CALL.module is module:
             _CALL.end()  # the hook that ends a call could not tell the inner one from the outer one
             raise UsageError(

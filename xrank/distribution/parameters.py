@@ -347,7 +347,6 @@ class _Cut:
     sizes: list[int]
     """Sizes of the ranks' parts of the dim, in the order of the ranks."""
     group: dist.ProcessGroup
-    """The ranks along the axis."""
     placements: tuple[Any, ...]
     """Placements of the parameter, gathered along the batch axis."""
 

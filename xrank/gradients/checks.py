@@ -22,6 +22,7 @@ from xxhash import xxh128_hexdigest
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.buckets import first_nonfinite
+from xrank.gradients.config import GradientConfig
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel, connect_ranks
 from xrank.gradients.faults import At
 from xrank.gradients.plan import GradientPlan, PlannedParameter, list_later, split_instances
@@ -502,14 +503,9 @@ def take_slices(plan: GradientPlan, given: GivenGradients) -> GradientPlan:
     """Return the plan with the slices that a module shows in the place of its own."""
     if not given.slices:
         return plan
-    config = replace(
-        plan.config,
+    config = GradientConfig(
         use_distributed_optimizer=given.num_instances is not None,
         num_distributed_optimizer_instances=given.num_instances or 1,
-        overlap_param_gather=False,
-        align_param_gather=False,
-        pad_buckets_for_high_nccl_busbw=False,
-        reduce_scatter_with_fp32_accumulation=False,
     )
     buffers = []
     for buffer in plan.buffers:

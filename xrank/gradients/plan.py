@@ -145,9 +145,7 @@ class PlannedParameter:
     later: tuple[LaterReduction, ...]
     """Later reductions, in the order of execution."""
     buffer: int
-    """Number of its buffer in the plan."""
     bucket: int
-    """Id of its bucket."""
     offset: int
     """Offset of its first element in the buffer, in elements."""
     owned: tuple[int, int]
@@ -202,13 +200,11 @@ class PlannedBuffer:
     id: int
     is_expert: bool
     dtype: torch.dtype
-    """Dtype of the parameters."""
     grad_dtype: torch.dtype
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     """Replicas: ranks that hold the same buffer."""
     rank: int
-    """The rank of the plan."""
     shard_ranks: tuple[int, ...]
     """Ranks that own the shards of a bucket, in the order of the shards; `ranks` unless there are several instances of
     the distributed optimizer."""

@@ -117,7 +117,6 @@ class ParameterShards:
         self.slices = list_owned_slices(models)
         """Slices by name, in the order of the shards."""
         self.models = tuple(dict.fromkeys(one.model for one in self.slices.values()))
-        """The models, each once."""
         # Without a conversion `to` returns the parameter's own memory.
         self._shards = {
             name: torch.nn.Parameter(one.values().to(one.planned.grad_dtype)) for name, one in self.slices.items()
@@ -447,7 +446,6 @@ class _SliceLayouts:
 
     def __init__(self, own: LayoutMap | None) -> None:
         self.layouts: LayoutMap | None = None
-        """The layouts that were added."""
         self._own = own
 
     def add(self, key: str, name: str, one: OwnedSlice, *, is_scalar: bool = False) -> None:

@@ -28,7 +28,7 @@ class Saves:
         self._last = made if isinstance(made, Future) else None
 
     def finish(self) -> None:
-        """Wait for the last export, and raise its failure; every rank makes this call."""
+        """Wait for the last export, and raise its failure on all ranks; every rank makes this call."""
         last, self._last = self._last, None
         if last is not None:
             last.result()

@@ -13,25 +13,18 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class SaveStateHook:
+class SaveStateHook(Saves):
     """Writes each prepared model at every `Accelerator.save_state`; `export_at_save` makes and registers it."""
 
     def __init__(self, folder: str, options: dict[str, Any]) -> None:
-        self._folder, self._saves = folder, Saves(options)
+        super().__init__(options)
+        self._folder = folder
 
     def __call__(self, models: Sequence[torch.nn.Module], weights: object, output_dir: str) -> None:
         """Begin the exports; accelerate calls this before it saves (`Accelerator.register_save_state_pre_hook`)."""
         for number, model in enumerate(models):
             name = self._folder if number == 0 else f"{self._folder}_{number}"
-            self._saves.start(model, os.path.join(output_dir, name))
-
-    def finish(self) -> None:
-        """Wait for the last export, before the program ends or uses the folder; every rank makes this call.
-
-        Raises:
-            XrankError: the failure of an export, on all ranks.
-        """
-        self._saves.finish()
+            self.start(model, os.path.join(output_dir, name))
 
 
 def export_at_save(accelerator: Accelerator, *, folder: str = "huggingface", **options: Any) -> SaveStateHook:

@@ -226,6 +226,13 @@ class RankStarter:
         self.log_path = log_path
         self._socket, there = socket.socketpair()
         modules = [name for name in _IMPORTED_EARLY if name in sys.modules]
+        environ = {k: v for k, v in environment.environ().items() if not k.startswith(_LAUNCH_VARIABLES)}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environ.pop(name, None)
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        if sys.platform == "linux":
+            # Without this, gloo looks up the host's name, which takes seconds without a name server.
+            environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with there, open(log_path, "wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
                 [sys.executable, "-m", "xrank.testing.rank_pool", str(there.fileno()), *modules],
@@ -233,7 +240,7 @@ class RankStarter:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environ_of_ranks(),
+                env=environ,
             )
 
     def fork(self, fds: tuple[int, int, int, int], timeout_seconds: float) -> int | None:
@@ -262,17 +269,6 @@ class RankStarter:
     def _answer(self) -> int | None:
         content = self._socket.recv(_ANSWER.size, socket.MSG_WAITALL)
         return int(_ANSWER.unpack(content)[0]) if len(content) == _ANSWER.size else None
-
-
-def _environ_of_ranks() -> dict[str, str]:
-    environ = {k: v for k, v in environment.environ().items() if not k.startswith(_LAUNCH_VARIABLES)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environ.pop(name, None)
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    if sys.platform == "linux":
-        # Without this, gloo looks up the host's name, which takes seconds without a name server.
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environ
 
 
 def _await_end(pid: int, timeout_seconds: float) -> int:
@@ -426,13 +422,14 @@ class RankPool:
                         )
                     )
                 # The last rank removes the store's file, since ranks may use it until they leave; else `_end` does.
-                return self._collect(world_size, time.monotonic() + timeout_seconds, timeout_seconds)
-            except _SurvivedError as failure:
-                raise failure.error from failure.error.__cause__
+                results, failure = self._collect(world_size, time.monotonic() + timeout_seconds, timeout_seconds)
             except BaseException:
                 # Ranks inside a call cannot serve the next one.
                 self._end()
                 raise
+        if failure is not None:  # all ranks answered
+            raise failure from failure.__cause__
+        return results
 
     def close(self) -> None:
         """End all ranks; a later `run` starts new ones."""
@@ -450,7 +447,8 @@ class RankPool:
             rank.end()
         self._ranks.clear()
 
-    def _collect(self, count: int, deadline: float, timeout_seconds: float) -> list[Any]:
+    def _collect(self, count: int, deadline: float, timeout_seconds: float) -> tuple[list[Any], RankFailedError | None]:
+        """Return the results, or an error of ranks that can serve the next call."""
         __tracebackhide__ = True
         results: dict[int, Any] = {}
         failed: list[tuple[float, RankFailedError]] = []
@@ -493,7 +491,7 @@ class RankPool:
                 first.add_note(f"ended, because they still waited for rank {first.rank}: {ranks_text(stuck)}")
             if broken or stuck:
                 raise first
-            raise _SurvivedError(first)
+            return [], first
         if stuck:
             hang = RankTimeoutError(
                 f"{ranks_text(stuck)} did not return in {timeout_seconds:g} s",
@@ -506,15 +504,7 @@ class RankPool:
             for rank in stuck:
                 hang.add_note(f"stack of rank {rank}:\n{self._ranks[rank].stack()}")
             raise hang
-        return [results[rank] for rank in range(count)]
-
-
-class _SurvivedError(Exception):
-    """All ranks answered, some with an error: the pool can serve the next call."""
-
-    def __init__(self, error: RankFailedError) -> None:
-        super().__init__(error)
-        self.error = error
+        return [results[rank] for rank in range(count)], None
 
 
 class _Rank:

@@ -294,14 +294,12 @@ def matmul(left: Array, right: Array, *, form: str = "nn") -> Array:
 
 
 @kernel("slice")
-def slice_dim(x: Array, *, dim: int, start: int, stop: int) -> Array:
-    """Return a range of a dim."""
+def _slice(x: Array, *, dim: int, start: int, stop: int) -> Array:
     return x[(slice(None),) * dim + (slice(start, stop),)]
 
 
 @kernel("flatten")
-def flatten(x: Array) -> Array:
-    """Return all elements in one dim, row-major."""
+def _flatten(x: Array) -> Array:
     return x.reshape(-1)
 
 
@@ -318,14 +316,12 @@ def tile(x: Array, *, shape: Sequence[int], starts: Sequence[Sequence[int]], sha
 
 
 @kernel("add_last")
-def add_last(x: Array, bias: Array) -> Array:
-    """Return x plus a bias along its last dim."""
+def _add_last(x: Array, bias: Array) -> Array:
     return x + bias
 
 
 @kernel("relu")
-def relu(x: Array) -> Array:
-    """Return the larger of x and 0."""
+def _relu(x: Array) -> Array:
     return np.maximum(x, x.dtype.type(0)) if isinstance(x, np.ndarray) else x.clamp(min=0)
 
 
@@ -375,14 +371,12 @@ def squared_error_gradient(output: Array, target: Array, *, size: int) -> Array:
 
 
 @kernel("add")
-def add(left: Array, right: Array) -> Array:
-    """Return the sum."""
+def _add(left: Array, right: Array) -> Array:
     return _as(left, left + right)
 
 
 @kernel("stack")
-def stack(*numbers: Array) -> Array:
-    """Stack scalars into a vector."""
+def _stack(*numbers: Array) -> Array:
     return np.stack(numbers) if isinstance(numbers[0], np.ndarray) else sys.modules["torch"].stack(numbers)
 
 

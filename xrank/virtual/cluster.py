@@ -631,7 +631,7 @@ class VirtualCluster:
                         want=str(wanted.get(name, "no such packet")),
                     )
             ordered = tuple(packets[name] for name in wanted)  # as the program receives them
-            jobs.append(DeviceJob(program.device, partial(self._interpret, program), ordered, len(returned)))
+            jobs.append(DeviceJob(program.device, partial(self._interpret, program), ordered))
             names.append(returned)
         return jobs, names
 

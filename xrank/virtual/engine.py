@@ -203,8 +203,6 @@ class DeviceJob:
     body: Body
     packets: tuple[Array, ...] = ()
     """Arrays that the host sends to the device, in this order."""
-    num_returned: int = 0
-    """Number of arrays that the body sends to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,11 +436,8 @@ def run(jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
                 monitor.stop()
             _join_threads(monitor, threads)
     returned = tuple(
-        tuple(
-            host.from_device(job.device).receive(make_heading("return", call=number))
-            for number in range(job.num_returned)
-        )
-        for job in jobs
+        tuple(end.receive(make_heading("return", call=number)) for number in range(len(end.arrays)))
+        for end in (host.from_device(job.device) for job in jobs)
     )
     return EngineOutcome(
         tuple(results[job.device] for job in jobs),

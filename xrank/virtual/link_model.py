@@ -53,7 +53,6 @@ def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 Kind: TypeAlias = Literal["seconds", "bandwidth", "flops"]
-"""Kind of a name's value."""
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2.0**10, "Mi": 2.0**20,
              "Gi": 2.0**30, "Ti": 2.0**40}  # fmt: skip
@@ -318,7 +317,6 @@ class _Clock:
     taking: _Event | None = None
     call: _GroupCall | None = None
     num_calls: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Number of calls so far, by group."""
 
 
 class _Play:

@@ -35,7 +35,6 @@ from xrank.virtual.sharding import MeshLike, as_device_mesh
 from xrank.words import plural
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-"""The names that `make_schedule` accepts."""
 
 Direction: TypeAlias = Literal["forward", "backward"]
 _Order: TypeAlias = list[tuple[Direction, int, int]]

@@ -341,7 +341,6 @@ class Compute:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     specs: tuple[ArraySpec, ...]
-    """Specs of the outputs."""
     flops: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the kernel, plain values."""
@@ -362,7 +361,6 @@ class Communicate:
     given: tuple[ArraySpec, ...]
     """Spec of each member's input, in the group's order; for members without input, the spec of their result."""
     spec: ArraySpec
-    """Spec of the result."""
     dim: int | None = None
     """The dim along which parts are joined or cut."""
     reduction: str | None = None
