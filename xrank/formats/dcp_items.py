@@ -23,11 +23,7 @@ _KEY = "DCP_SHARDING_INFO"
 
 
 def read_saved_offsets(header: SafetensorsHeader, origin: Origin) -> dict[str, tuple[int, ...]]:
-    """Return name -> the first index in the whole tensor of the file's piece.
-
-    Raises:
-        CorruptError: the header lacks it for one of its tensors, or has it for others.
-    """
+    """Return name -> the first index in the whole tensor of the file's piece."""
     text = header.metadata.get(_KEY)
     if text is None:
         raise origin.corrupt(f"its header has no {_KEY}: torch did not write it as a shard")
@@ -226,9 +222,6 @@ def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
     """Read the header of the safetensors file from that byte to the end of the file.
 
     Source: ``torch/distributed/checkpoint/filesystem.py: _write_files_from_queue``.
-
-    Raises:
-        CorruptError: the header is damaged.
     """
     try:
         header = read_header(file.origin.path, start=start)

@@ -13,8 +13,8 @@ import re
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -91,14 +91,7 @@ class DcpMetadata(Struct, frozen=True, eq=False):
 
 
 def read_metadata(path: str) -> DcpMetadata:
-    """Read a ``.metadata``.
-
-    Raises:
-        IncompleteError: there is no such file.
-        CorruptError: it is damaged, or its parts contradict each other.
-        UnsafeError: it needs code to run.
-        UsageError: its pieces are sparse, or a transform (compression) changed them.
-    """
+    """Read a ``.metadata``; errors as in `Reader.read`, and a UsageError for sparse or compressed pieces."""
     with open_regular(path) as file:
         refuse_pointer(file)
         origin = file.origin
@@ -110,31 +103,24 @@ def read_metadata(path: str) -> DcpMetadata:
         if file.read(0, 1) != PROTOCOL or file.read(file.nbytes - 1, 1) != bytes([STOP]):
             raise origin.corrupt("is not a whole pickle", want="the pickled metadata of a checkpoint")
         status = file.status
-        with _pause_collector():
+        # The search for cycles among millions of objects without any would double the time.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
             try:
-                try:
-                    reader = _MetadataReader(file.read(0, file.nbytes), origin)
-                    value = reader.read()
-                except WrongRunError:
-                    reader = _MetadataReader(file.read(0, file.nbytes), origin, takes_runs=False)
-                    value = reader.read()
-                return reader.make_metadata(value, path, status)
-            except XrankError:
-                raise
-            except (ValueError, TypeError, OverflowError) as error:
-                raise origin.corrupt("the metadata is damaged", got=f"{type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _pause_collector() -> Iterator[None]:
-    """Stop the search for cycles among millions of objects without any, which doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+                reader = _MetadataReader(file.read(0, file.nbytes), origin)
+                value = reader.read()
+            except WrongRunError:
+                reader = _MetadataReader(file.read(0, file.nbytes), origin, takes_runs=False)
+                value = reader.read()
+            return reader.make_metadata(value, path, status)
+        except XrankError:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise origin.corrupt("the metadata is damaged", got=f"{type(error).__name__}: {error}") from error
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 # ---- runs of pieces and of their places
@@ -159,7 +145,6 @@ _ENTRY_FORM = (
 """The memo values of a run, but for the texts of names and paths."""
 _INT_NBYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}  # of BININT1, BININT2 and BININT, with their opcodes
 _ARITIES = {0x85: 1, 0x86: 2, 0x87: 3}  # of TUPLE1 to 3
-_MAX_PACKED = 1 << 16
 
 
 class _Run(PickleRun):
@@ -192,7 +177,7 @@ class _RunFinder:
 
     def __init__(self, data: bytes, origin: Origin, excluded: set[int]) -> None:
         self._data, self._origin, self._excluded = data, origin, excluded
-        self._packed: dict[bytes, bytes] = {}
+        self._pack = lru_cache(maxsize=1 << 16)(_pack_tuple)
         self.texts: dict[bytes, int] = {}
         """Opcodes of names and paths -> number."""
         self._has_own_path = False
@@ -225,8 +210,7 @@ class _RunFinder:
         run, num_memos = None, 0
         while found is not None and found.start() not in self._excluded:
             gets, offsets, sizes = found.group(1, 2, 3, 5, 6), found[4], found[7]
-            low = self._packed.get(offsets) or self._pack(offsets)
-            extents = self._packed.get(sizes) or self._pack(sizes)
+            low, extents = self._pack(offsets), self._pack(sizes)
             if low is None or extents is None or len(low) != len(extents):
                 break
             if run is None:
@@ -247,8 +231,7 @@ class _RunFinder:
         run, num_memos = None, 0
         while found is not None and found.start() not in self._excluded:
             *gets, name, path, offsets, first, size = found.group(1, 2, 4, 5, 6, 8, 9, 11, 13, 3, 10, 7, 12, 14)
-            low = self._packed.get(offsets) or self._pack(offsets)
-            start, nbytes = _parse_count(first), _parse_count(size)
+            low, start, nbytes = self._pack(offsets), _parse_count(first), _parse_count(size)
             # Mostly, a rank's entries share the text of their path, whose first mention must stay in the memo; and an
             # entry before SETITEM is two values, where a run is one.
             is_first, self._has_own_path = not self._has_own_path, path[0] == 0x8C
@@ -275,14 +258,6 @@ class _RunFinder:
             run.texts.extend((texts.setdefault(name, len(texts)), texts.setdefault(path, len(texts))))
             found = _ENTRY.match(self._data, run.stop)
         return run
-
-    def _pack(self, raw: bytes) -> bytes | None:
-        packed = _pack_tuple(raw)
-        if packed is not None:
-            if len(self._packed) >= _MAX_PACKED:
-                self._packed.clear()
-            self._packed[raw] = packed
-        return packed
 
 
 def _find_referenced(scan: PickleScan, runs: Sequence[_Run]) -> set[int]:
@@ -328,8 +303,6 @@ def _original_places(places: Sequence[int], runs: Sequence[_Run]) -> list[int]:
 
 
 class _Places:
-    """The places of the stored pieces of one tensor."""
-
     def __init__(self, name: str, num_dims: int) -> None:
         self.name, self.num_dims = name, num_dims
         self.offsets = bytearray()
@@ -592,7 +565,12 @@ class _MetadataReader(PickleReader):
             raise self.corrupt(name, str(chunks))
         if chunks.shape[2] != len(shape) and len(chunks):
             raise self.corrupt(name, "has pieces of another number of dimensions than it has")
-        offsets, sizes = _sort_chunks(chunks.reshape(len(chunks), 2, len(shape)))
+        chunks = chunks.reshape(len(chunks), 2, len(shape))
+        chunks = chunks[_sort_by_offset(chunks[:, 0])]
+        # Replicas that were not deduplicated at saving are listed several times, and stored once.
+        is_new = np.ones(len(chunks), dtype=bool)
+        is_new[1:] = (chunks[1:] != chunks[:-1]).any(axis=(1, 2))
+        offsets, sizes = chunks[is_new, 0], chunks[is_new, 1]
         table = self.pieces.get(name) or _Places(name, len(shape))
         if table.num_dims != len(shape):
             raise self.corrupt(name, "is stored in pieces of another number of dimensions than it has")
@@ -601,7 +579,13 @@ class _MetadataReader(PickleReader):
         order = _sort_by_offset(stored)
         stored, places = stored[order], places[order]
         if len(stored) != len(offsets) or not np.array_equal(stored, offsets):
-            raise self.mismatch(name, offsets, stored)
+            listed, there = ({tuple(row) for row in rows.tolist()} for rows in (offsets, stored))
+            lost, odd = sorted(listed - there), sorted(there - listed)
+            problem = "is stored in other pieces than listed"
+            if lost:
+                problem = f"has a piece at {list(lost[0])} that is stored nowhere"
+            got = f"{len(stored)} pieces stored" + (f", one at {list(odd[0])}" if odd else "")
+            raise self.corrupt(name, problem, got=got, want=f"the {len(offsets)} that are listed")
         if len(stored) > 1 and not (stored[1:] != stored[:-1]).any(axis=1).all():
             raise self.corrupt(name, "has two pieces at one place")
         keep = (sizes > 0).all(axis=1)
@@ -612,16 +596,6 @@ class _MetadataReader(PickleReader):
             *(column[keep] for column in (offsets, sizes)),
             *(np.ascontiguousarray(places[keep, column]) for column in range(3)),
         )
-
-    def mismatch(self, name: str, offsets: IntArray, stored: IntArray) -> XrankError:
-        listed = {tuple(row) for row in offsets.tolist()}
-        there = {tuple(row) for row in stored.tolist()}
-        lost, odd = sorted(listed - there), sorted(there - listed)
-        problem = "is stored in other pieces than listed"
-        if lost:
-            problem = f"has a piece at {list(lost[0])} that is stored nowhere"
-        got = f"{len(stored)} pieces stored" + (f", one at {list(odd[0])}" if odd else "")
-        return self.corrupt(name, problem, got=got, want=f"the {len(offsets)} that are listed")
 
     def dtype(self, name: str, properties: object) -> str:
         # torch/distributed/checkpoint/metadata.py: TensorProperties.__getstate__
@@ -668,15 +642,6 @@ def _is_index(value: object, *, of_piece: bool = False) -> bool:
     if not isinstance(value, InertRecord) or value.name != "MetadataIndex":
         return False
     return not of_piece or (isinstance(value.state, dict) and value.state.get("offset") is not None)
-
-
-def _sort_chunks(chunks: IntArray) -> tuple[IntArray, IntArray]:
-    """Return offsets and sizes [n, d], sorted by offsets, without repeats."""
-    chunks = chunks[_sort_by_offset(chunks[:, 0])]
-    # Replicas that were not deduplicated at saving are listed several times, and stored once.
-    is_new = np.ones(len(chunks), dtype=bool)
-    is_new[1:] = (chunks[1:] != chunks[:-1]).any(axis=(1, 2))
-    return chunks[is_new, 0], chunks[is_new, 1]
 
 
 def _read_chunks(listed: object) -> IntArray | str:

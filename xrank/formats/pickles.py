@@ -13,7 +13,7 @@ import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -210,15 +210,11 @@ def _collection_builder(kind: type) -> Builder:
     return build
 
 
-def _build_bytes(args: tuple[object, ...]) -> object:
-    # Protocol 2 writes bytes as _codecs.encode(text, "latin1") (Lib/pickle.py: save_bytes).
-    if len(args) == 2 and isinstance(args[0], str) and args[1] == "latin1":
-        return args[0].encode("latin1")
-    return NotImplemented
-
-
-def _build_complex(args: tuple[object, ...]) -> object:
+def _build_scalar(args: tuple[object, ...]) -> object:
     match args:
+        # Protocol 2 writes bytes as _codecs.encode(text, "latin1") (Lib/pickle.py: save_bytes).
+        case (str(text), "latin1"):
+            return text.encode("latin1")
         case (float(real), float(imaginary)):
             return complex(real, imaginary)
     return NotImplemented
@@ -227,7 +223,7 @@ def _build_complex(args: tuple[object, ...]) -> object:
 # Protocol 2 writes Python 2's name of the builtins module (Lib/_compat_pickle.py).
 PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
     ("collections", "OrderedDict"): lambda args: NotImplemented if args else OrderedDict(),
-    ("_codecs", "encode"): _build_bytes,
+    ("_codecs", "encode"): _build_scalar,
     **{
         (module, name): builder
         for module in ("builtins", "__builtin__")
@@ -235,7 +231,7 @@ PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
             ("set", _collection_builder(set)),
             ("frozenset", _collection_builder(frozenset)),
             ("bytes", lambda args: NotImplemented if args else b""),
-            ("complex", _build_complex),
+            ("complex", _build_scalar),
         )
     },
 }
@@ -362,14 +358,8 @@ def find_foreign_names(
 ) -> dict[Name, int]:
     """Return the names that no framework writes, each with the byte of the pickle that names it first.
 
-    A pickle that discards the result of a call, or a name outside the list, is unsafe.
-
-    Args:
-        named: every class and function that the pickle names, with the byte.
-        calls: the calls that it makes, without those that became plain values.
-        built: names whose calls became plain values.
-        roots: the pickle's value, and what was dropped from it.
-        origin: the file, for errors.
+    A pickle that discards the result of a call, or a name outside the list, is unsafe. `calls` are without those that
+    became plain values, whose names are `built`; `roots` are the pickle's value, and what was dropped from it.
     """
     calls = list(calls)
     foreign = {name: at for name, at in named.items() if not is_known(name)}
@@ -497,11 +487,6 @@ class PickleScan:
     The scan follows the opcodes from the first to the last by their lengths. It refuses unknown opcodes, lengths beyond
     the pickle, and more objects than `max_made_nbytes` allows. CPython 3.11 allocates any memo index that a file names
     (python/cpython#115952): indexes are bounded by their number, and values that nothing refers to are not kept.
-
-    Raises (from the constructor and `rewrite`):
-        CorruptError: the pickle is damaged.
-        UnsafeError: it uses an opcode that torch.save never writes.
-        UsageError: it makes too many objects.
     """
 
     def __init__(
@@ -682,13 +667,8 @@ class _Stream:
 class PickleReader(pickle.Unpickler):
     """Builds what a scanned pickle describes; its methods replace the opcodes that would run code.
 
-    Args:
-        data: exactly the bytes of the pickle.
-        origin: the file, for errors.
-        builders: (module, name) of a call -> the function that builds its value.
-        load_global: returns the value of a global name.
-        load_persistent: returns the value of a persistent id; None: persistent ids are refused.
-        max_made_nbytes: largest memory of the objects that the pickle makes.
+    `builders` make the values of calls by (module, name), `load_global` those of global names, and `load_persistent`
+    those of persistent ids, which are refused without it. The objects may take `max_made_nbytes` of memory.
     """
 
     def __init__(
@@ -707,7 +687,7 @@ class PickleReader(pickle.Unpickler):
         super().__init__(_Stream(code))
         self.origin = origin
         self.nbytes = len(data)
-        self.builders, self.load_global, self.load_persistent = builders, load_global, load_persistent
+        self.builders, self.load_global = builders, load_global
         self.globals: dict[tuple[str, str], object] = {}
         """Values of the classes and functions that the pickle names."""
         self.named: dict[tuple[str, str], int] = {}
@@ -722,15 +702,15 @@ class PickleReader(pickle.Unpickler):
         self._steps: dict[int, Callable[[Any], object]] = {
             ord("a"): self.append,
             ord("e"): self.extend,
-            ord("s"): self.set_item,
+            ord("s"): lambda operands: self.set_items((operands[0], operands[1:])),
             ord("u"): self.set_items,
             0x90: self.add_items,
             0x91: self.build_frozenset,
             ord("R"): self.call,
             0x81: self.call,  # NEWOBJ: for records the same as a call
-            0x92: self.call_with_keywords,
+            0x92: lambda operands: self.call(operands[:2], operands[2]),
             ord("b"): self.build,
-            ord("Q"): self.load_id,
+            ord("Q"): load_persistent or self.refuse_id,
             RUN: self.take_run,
         }
 
@@ -774,11 +754,9 @@ class PickleReader(pickle.Unpickler):
             self.globals[key] = self.load_global(module, name)
         return self.globals[key]
 
-    def load_id(self, saved_id: object) -> object:
-        """Return the value of a persistent id."""
-        if self.load_persistent is None:
-            raise self.origin.unsafe("the pickle refers to data outside itself", got="BINPERSID")
-        return self.load_persistent(saved_id)
+    def refuse_id(self, saved_id: object) -> NoReturn:
+        """Refuse a persistent id."""
+        raise self.origin.unsafe("the pickle refers to data outside itself", got="BINPERSID")
 
     def append(self, operands: tuple[object, object]) -> object:
         """Append an item to a list or a record."""
@@ -794,10 +772,6 @@ class PickleReader(pickle.Unpickler):
         else:
             raise TypeError(f"append to {type(target).__name__}")
         return target
-
-    def set_item(self, operands: tuple[object, object, object]) -> object:
-        """Set an item of a dict or a record."""
-        return self.set_items((operands[0], operands[1:]))
 
     def set_items(self, operands: tuple[object, tuple[object, ...]]) -> object:
         """Set items of a dict or a record."""
@@ -853,10 +827,6 @@ class PickleReader(pickle.Unpickler):
                 raise TypeError("keyword arguments that are not a dict")
             made.kwargs = kwargs
         return made
-
-    def call_with_keywords(self, operands: tuple[object, object, object]) -> object:
-        """Build the value of a call with keyword arguments, or make its record."""
-        return self.call(operands[:2], operands[2])
 
     def build(self, operands: tuple[object, object]) -> object:
         """Set the state of a record."""

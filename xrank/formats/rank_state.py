@@ -79,13 +79,7 @@ class RankRecord(Struct, frozen=True):
         """Return the record as a text, which is the same for equal records."""
         return json.dumps(
             {
-                "version": self.version,
-                "run_id": self.run_id,
-                "attempt": self.attempt,
-                "step": self.step,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "host": self.host,
+                **{key: getattr(self, key) for key in _KEYS - {"meshes", "tensors"}},
                 "meshes": [
                     {"axis_names": names, "shape": shape, "ranks": ranks} for names, shape, ranks in self.meshes
                 ],
@@ -267,13 +261,7 @@ class SavedState(Struct, frozen=True):
 
 
 def read_saved_state(file: str, rank: int) -> SavedState:
-    """Read the state of an expected rank, which `SavedState.check_rank` checks, without its tensors' bytes.
-
-    Raises:
-        IncompleteError: there is no such file.
-        CorruptError, UnsafeError: it is damaged, or holds more than data.
-        UsageError: safetensors cannot hold its tensors, or a newer xrank wrote it.
-    """
+    """Read the state of an expected rank, which `SavedState.check_rank` checks, without its tensors' bytes."""
     archive = read_archive(file, rank=rank)
     state = archive.value
     refuse_inert(state, file, rank)

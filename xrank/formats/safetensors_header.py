@@ -62,13 +62,7 @@ class SafetensorsHeader(Struct, frozen=True):
 
 
 def read_header(path: str, *, start: int = 0) -> SafetensorsHeader:
-    """Read and check the safetensors header that begins at a byte of a file; the tensors' bytes are not read.
-
-    Raises:
-        CorruptError: the file breaks a rule of the format, or its length contradicts its header.
-        UsageError: a tensor has an element type that xrank does not copy.
-        IncompleteError: there is no such file, or a pointer of git-lfs in its place.
-    """
+    """Read and check the safetensors header that begins at a byte of a file; the tensors' bytes are not read."""
     with open_regular(path) as file:
         origin = file.origin
         refuse_pointer(file)
@@ -91,9 +85,6 @@ def build_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *
 
     The bytes do not depend on the order of tensors and metadata: metadata come first, names are sorted, and blanks fill
     up to a multiple of ``alignment``.
-
-    Raises:
-        UsageError: the header would be invalid, or too long for readers.
     """
     if alignment < 1:
         raise UsageError("a header's alignment is a positive number of bytes", got=str(alignment), want="4096")

@@ -35,43 +35,39 @@ _MAX_NBYTES = 2 * 2**30
 
 
 def read_signing_key(path: str) -> EllipticCurvePrivateKey:
-    """Return a private key in PEM.
-
-    Raises:
-        UsageError: it cannot be read, has a password, or is of another kind; or the package cryptography is missing.
-    """
-    require("cryptography", "a signature")
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
-    try:
-        with open(path, "rb") as file:
-            key = serialization.load_pem_private_key(file.read(), None)
-    except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
-        raise _key_error(path, str(error), "private") from None
-    if not isinstance(key, EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
-        raise _key_error(path, type(key).__name__, "private")
+    """Return a private key in PEM; one that is unreadable, has a password, or is of another kind is a UsageError."""
+    key: EllipticCurvePrivateKey = _read_key(path, "private", None)
     return key
 
 
 def read_public_key(path: str) -> EllipticCurvePublicKey:
-    """Return a public key in PEM.
+    """Return a public key in PEM; errors as in `read_signing_key`."""
+    key: EllipticCurvePublicKey = _read_key(path, "public")
+    return key
 
-    Raises:
-        UsageError: it cannot be read or is of another kind; or the package cryptography is missing.
-    """
+
+def _read_key(path: str, kind: str, *password: None) -> Any:
     require("cryptography", "a signature")
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
         with open(path, "rb") as file:
-            key = serialization.load_pem_public_key(file.read())
-    except (OSError, ValueError) as error:
-        raise _key_error(path, str(error), "public") from None
-    if not isinstance(key, EllipticCurvePublicKey) or key.curve.name not in _CURVES:
-        raise _key_error(path, type(key).__name__, "public")
-    return key
+            key = getattr(serialization, f"load_pem_{kind}_key")(file.read(), *password)
+        got = type(key).__name__
+        if isinstance(key, getattr(ec, f"EllipticCurve{kind.title()}Key")) and key.curve.name in _CURVES:
+            return key
+    except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
+        got = str(error)
+    name = "sign" if kind == "private" else "public_key"
+    raise UsageError(
+        f"{option(name)} must be an elliptic curve's {kind} key",
+        file=path,
+        got=got,
+        want=f"a {kind} key in PEM, without a password, of the curve P-256, P-384 or P-521",
+        next_step="make one with: openssl ecparam -name prime256v1 -genkey -noout -out key.pem; "
+        "openssl ec -in key.pem -pubout -out key.pub",
+    )
 
 
 def sign_statement(statement: dict[str, Any], key: EllipticCurvePrivateKey) -> bytes:
@@ -93,12 +89,7 @@ def sign_statement(statement: dict[str, Any], key: EllipticCurvePrivateKey) -> b
 
 
 def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, Any]:
-    """Return the statement of a bundle after its signature was checked.
-
-    Raises:
-        UsageError: the file cannot be read.
-        CorruptError: it is not such a bundle, or the key did not sign it.
-    """
+    """Return the statement of a bundle after its signature was checked."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 
@@ -169,18 +160,6 @@ def _hash_of(key: EllipticCurvePrivateKey | EllipticCurvePublicKey) -> HashAlgor
     return made
 
 
-def _key_error(path: str, got: str, kind: str) -> UsageError:
-    name = "sign" if kind == "private" else "public_key"
-    return UsageError(
-        f"{option(name)} must be an elliptic curve's {kind} key",
-        file=path,
-        got=got,
-        want=f"a {kind} key in PEM, without a password, of the curve P-256, P-384 or P-521",
-        next_step="make one with: openssl ecparam -name prime256v1 -genkey -noout -out key.pem; "
-        "openssl ec -in key.pem -pubout -out key.pub",
-    )
-
-
 def _signature_error(path: str, got: str, want: str) -> CorruptError:
     return CorruptError(
         f"{path} is not a valid signature of the given key",
@@ -247,11 +226,7 @@ def _hash_all(digests: Iterable[bytes]) -> str:
 
 
 def read_files_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
-    """Return the digests of a statement whose signature was checked.
-
-    Raises:
-        CorruptError: it is not a statement about a model's files, contradicts itself, or uses another digest.
-    """
+    """Return the digests of a statement whose signature was checked."""
 
     def fail(fault: str) -> CorruptError:
         return CorruptError(

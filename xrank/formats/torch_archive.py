@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -104,7 +104,10 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     if at != nbytes:
         raise origin.corrupt("the zip directory's size is wrong", got=f"{at} bytes", want=f"{nbytes} bytes")
     entries.sort(key=lambda entry: entry.header)
-    item.file.prefetch(_ranges(item, entries, offset))
+    # The local headers, each with the descriptor before it.
+    widest, headers = max(_DESCRIPTORS), [(entry.header, _LOCAL.size + len(entry.raw_name)) for entry in entries]
+    spans = ((max(0, at - widest), min(at, widest) + length) for at, length in (*headers, (offset, 0)))
+    item.file.prefetch((item.start + first, length) for first, length in spans)
     members: list[ZipMember] = []
     free = 0
     for k, entry in enumerate(entries):
@@ -126,15 +129,6 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     if free != offset:
         raise origin.corrupt("bytes between the members and the zip directory", got=f"byte {free}", want=f"{offset}")
     return tuple(members)
-
-
-def _ranges(item: ItemBytes, entries: list[_Entry], end: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, bytes) of the local headers, each with the descriptor before it."""
-    widest = max(_DESCRIPTORS)
-    for entry in entries:
-        first = max(0, entry.header - widest)
-        yield item.start + first, entry.header - first + _LOCAL.size + len(entry.raw_name)
-    yield item.start + max(0, end - widest), widest
 
 
 class _Entry(Struct, frozen=True):
@@ -462,6 +456,16 @@ def load_global(module: str, name: str) -> object:
     return InertRecord(module, name)
 
 
+def element_type(name: str, origin: Origin, tensor: str | None = None) -> str:
+    """Return the safetensors name of an element type that torch names; errors name the tensor, or else the file."""
+    try:
+        return by_torch_name(name.removeprefix("torch.")).name
+    except UsageError as error:
+        subject = origin.name if tensor is None else quote(tensor)[1:-1]
+        error.about(subject, tensor=tensor, file=origin.path, rank=origin.rank)
+        raise
+
+
 class _Storage(InertRecord, eq=False):
     """A storage that a tensor will view; otherwise it stays in the tree as an inert record."""
 
@@ -483,7 +487,10 @@ class TensorRebuilder(Struct, frozen=True):
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
             ("torch._utils", "_rebuild_parameter"): _parameter,
-            ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
+            # torch/_utils.py: _rebuild_parameter_with_state(data, requires_grad, hooks, state).
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda args: (
+                _parameter(args[:3]) if len(args) == 4 and _is_plain_state(args[3]) else NotImplemented
+            ),
             ("torch._tensor", "_rebuild_from_type_v2"): self._rebuild_with_state,
             ("__builtin__", "getattr"): build_nested_class,
             ("builtins", "getattr"): build_nested_class,
@@ -502,7 +509,7 @@ class TensorRebuilder(Struct, frozen=True):
         if kind.name == "UntypedStorage":
             name, itemsize = None, 1
         elif kind.name in STORAGE_DTYPES:
-            name = self._element_type(f"torch.{STORAGE_DTYPES[kind.name]}")
+            name = element_type(STORAGE_DTYPES[kind.name], self.origin)
             itemsize = dtype(name).nbytes
         else:
             raise self.origin.corrupt("the pickle names an unknown kind of storage", got=quote(kind.name))
@@ -513,13 +520,6 @@ class TensorRebuilder(Struct, frozen=True):
             problem = f"the record data/{quote(key)[1:-1]} does not have the size its storage claims"
             raise self.origin.corrupt(problem, f"{record.nbytes} bytes", f"{count} elements of {itemsize} bytes")
         return _Storage("torch.storage", kind.name, (), key=key, dtype=name)
-
-    def _element_type(self, name: str) -> str:
-        try:
-            return by_torch_name(name.removeprefix("torch.")).name
-        except UsageError as error:
-            error.about(self.origin.name, file=self.origin.path, rank=self.origin.rank)
-            raise
 
     def _tensor_v2(self, args: tuple[object, ...]) -> object:
         # torch/_utils.py: _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata=None).
@@ -537,10 +537,10 @@ class TensorRebuilder(Struct, frozen=True):
         storage, offset, shape, strides, _, hooks, name, metadata = (*args, None)[:8]
         if not isinstance(storage, _Storage) or not isinstance(name, str):
             raise self.origin.corrupt("a tensor has no storage, or no element type")
-        element_type = self._element_type(name)
-        if storage.dtype not in (None, element_type):
-            raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=element_type)
-        return self._tensor(storage.key, element_type, offset, shape, strides, hooks, metadata)
+        own = element_type(name, self.origin)
+        if storage.dtype not in (None, own):
+            raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=own)
+        return self._tensor(storage.key, own, offset, shape, strides, hooks, metadata)
 
     def _rebuild_with_state(self, args: tuple[object, ...]) -> object:
         # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with attributes of its own.
@@ -597,11 +597,6 @@ def _parameter(args: tuple[object, ...]) -> object:
     return args[0] if len(args) == 3 and isinstance(args[0], ArchivedTensor) and not args[2] else NotImplemented
 
 
-def _parameter_with_state(args: tuple[object, ...]) -> object:
-    # torch/_utils.py: _rebuild_parameter_with_state(data, requires_grad, hooks, state).
-    return _parameter(args[:3]) if len(args) == 4 and _is_plain_state(args[3]) else NotImplemented
-
-
 def _is_plain_state(state: object) -> bool:
     """Return whether a tensor's attributes are only remarks (DeepSpeed's ``ds_id``), which are dropped.
 
@@ -639,11 +634,7 @@ class TorchArchive(Struct, frozen=True):
 def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
     """Read the structure of a ``torch.save`` archive, which a rank wrote, if one is given.
 
-    Raises:
-        CorruptError: the file is not such an archive, is cut short or damaged, or its parts disagree.
-        UnsafeError: its pickle needs code to run.
-        UsageError: it is undamaged, but safetensors cannot hold its tensors.
-        IncompleteError: there is no such file, or a pointer of git-lfs in its place.
+    Errors are a reader's, and a UsageError for an undamaged file whose tensors safetensors cannot hold.
     """
     with open_regular(path, rank) as file:
         refuse_pointer(file)
@@ -658,16 +649,20 @@ def is_archive(file: RegularFile) -> bool:
 
 def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = None) -> TorchArchive:
     """Read the archive in an open file, or, as in torch DCP's ``.distcp``, in these bytes of it; see `read_archive`."""
-    item = open_item(file, start, nbytes)
+    item, origin = open_item(file, start, nbytes), file.origin
     try:
-        stem, members = _strip_folder(item, read_members(item))
+        named = read_members(item)
+        prefix = named[0].name.partition("/")[0] + "/" if named else ""
+        outside = next((member.name for member in named if not member.name.startswith(prefix)), None)
+        if outside is not None:
+            raise origin.corrupt("the archive has members outside its folder", quote(outside), quote(prefix))
     except CorruptError:
         if file.read(start, min(len(_BEFORE_ZIPS), file.nbytes - start)) != _BEFORE_ZIPS:
             raise
         problem = "was written by torch before 1.6, or in its old format"
         step = "load it with torch and save it again"
-        raise file.origin.usage(problem, "a bare pickle", "a zip", step) from None
-    origin = file.origin
+        raise origin.usage(problem, "a bare pickle", "a zip", step) from None
+    members = {member.name[len(prefix) :]: member for member in named}
     member = members.get("data.pkl")
     if member is None:
         raise origin.corrupt("the archive holds no data.pkl: torch.save did not write it")
@@ -676,7 +671,14 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
         raise origin.corrupt("data.pkl is too large", f"{member.nbytes} bytes", want)
     # torch writes zeros for all checksums or for none; the CRC of an empty member is always 0.
     has_checksums = any(member.crc32 for member in members.values())
-    _check_byteorder(item, members.get("byteorder"), has_checksums)
+    order = members.get("byteorder")
+    if order is not None:  # torch writes it since 2.1; older files are little-endian
+        kind = _read_member(item, order, has_checksums) if order.nbytes <= 16 else b""
+        if kind == b"big":
+            step = "save it on a little-endian one"
+            raise origin.usage("was written on a big-endian machine", "big", "little", step)
+        if kind != b"little":
+            raise origin.corrupt("its byte order is damaged", got=quote(kind), want="little")
     data = _read_member(item, member, has_checksums)
     records = {
         name[5:]: ArchiveRecord(name[5:], start + member.offset, member.nbytes, member.crc32)
@@ -684,21 +686,10 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
         if name.startswith("data/")
     }
     tensors = TensorRebuilder(records, origin)
-    builders = {**PLAIN_BUILDERS, **tensors.builders()}
-    load_storage = tensors.load_storage
-    pickled = read_pickle(data, origin, builders=builders, load_global=load_global, load_persistent=load_storage)
+    own = {**PLAIN_BUILDERS, **tensors.builders()}
+    pickled = read_pickle(data, origin, builders=own, load_global=load_global, load_persistent=tensors.load_storage)
     value, foreign = pickled.value, MappingProxyType(dict(pickled.foreign))
-    return TorchArchive(origin.path, file.status, MappingProxyType(records), value, stem, has_checksums, foreign)
-
-
-def _strip_folder(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str, dict[str, ZipMember]]:
-    """Return the folder of all members, and the members by their names in it."""
-    prefix = members[0].name.partition("/")[0] + "/" if members else ""
-    for member in members:
-        if not member.name.startswith(prefix):
-            problem = "the archive has members outside its folder"
-            raise item.file.origin.corrupt(problem, quote(member.name), quote(prefix))
-    return prefix[:-1], {member.name[len(prefix) :]: member for member in members}
+    return TorchArchive(origin.path, file.status, MappingProxyType(records), value, prefix[:-1], has_checksums, foreign)
 
 
 def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> bytes:
@@ -708,14 +699,3 @@ def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> byt
         problem = f"{quote(member.name)} fails its checksum"
         raise item.file.origin.corrupt(problem, f"CRC {crc32:08x}", f"CRC {member.crc32:08x}")
     return data
-
-
-def _check_byteorder(item: ItemBytes, member: ZipMember | None, has_checksums: bool) -> None:
-    if member is None:  # torch writes it since 2.1; older files are little-endian
-        return
-    order = _read_member(item, member, has_checksums) if member.nbytes <= 16 else b""
-    if order == b"big":
-        step = "save it on a little-endian one"
-        raise item.file.origin.usage("was written on a big-endian machine", "big", "little", step)
-    if order != b"little":
-        raise item.file.origin.corrupt("its byte order is damaged", got=quote(order), want="little")

@@ -7,6 +7,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ from msgspec import Struct
 
 from xrank import dtypes
 from xrank.errors import UnsafeError, UsageError
+from xrank.formats.torch_archive import element_type
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, open_regular, quote
 
@@ -26,19 +28,21 @@ _MAX_WINDOW_NBYTES = 8 << 20
 """Memory that a frame may ask for. zstd's levels 1 to 19 ask for 8 MiB at most; Orbax's 1 and 3 for 2 MiB."""
 
 
-def import_zstandard() -> ModuleType:
-    """Return the module that decodes frames of zstd; its absence is a UsageError."""
+def _import_extra(name: str, problem: str) -> ModuleType:
     try:
-        import zstandard
+        return import_module(name)
     except ImportError:
         raise UsageError(
-            "the checkpoint is compressed with zstd, and zstandard is not installed",
-            got="no module zstandard",
+            f"the checkpoint is {problem}, and {name} is not installed",
+            got=f"no module {name}",
             want="the packages of the extra xrank[orbax]",
             next_step='install them: pip install "xrank[orbax]"',
         ) from None
-    module: ModuleType = zstandard  # mypy knows no type of it where it is not installed
-    return module
+
+
+def import_zstandard() -> ModuleType:
+    """Return the module that decodes frames of zstd; its absence is a UsageError."""
+    return _import_extra("zstandard", "compressed with zstd")
 
 
 class Readable(Protocol):
@@ -144,12 +148,7 @@ class ZarrArray(Struct, frozen=True):
 
 
 def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> ZarrArray:
-    """Return an array from the content of its ``zarr.json`` or ``.zarray``.
-
-    Raises:
-        CorruptError: it is not such metadata.
-        UsageError: the array has an encoding or a type that Orbax does not write.
-    """
+    """Return an array from the content of its ``zarr.json`` or ``.zarray``."""
     problem = f"the metadata of {quote(name)} is not that of a zarr array"
     value = Entry.parse(text, lambda fault: origin.corrupt(problem, got=fault))
     array = _parse_v3(name, value, origin) if is_zarr3 else _parse_v2(name, value, origin)
@@ -181,7 +180,7 @@ def _parse_v2(name: str, value: Entry, origin: Origin) -> ZarrArray:
         raise _unsupported(name, f"the compressor {compressor['id'].text()}", origin)
     chunks = value["chunks"].counts()
     separator = _separator(value.get("dimension_separator"), ".")
-    element = _element_type(name, plain, origin)
+    element = element_type(plain, origin, name)
     return ZarrArray(element, value["shape"].counts(), chunks, chunks, compressor is not None, separator=separator)
 
 
@@ -213,7 +212,7 @@ def _parse_v3(name: str, value: Entry, origin: Origin) -> ZarrArray:
         raise _unsupported(name, "big-endian elements", origin)
     configuration = keys.get("configuration")
     return ZarrArray(
-        _element_type(name, value["data_type"].text(), origin),
+        element_type(value["data_type"].text(), origin, name),
         value["shape"].counts(),
         grid_shape,
         chunk_shape,
@@ -232,14 +231,6 @@ def _separator(value: Entry | None, default: str) -> str:
     if value is not None and value.value not in ("/", "."):
         value.refuse("a slash or a dot")
     return default if value is None else value.text()
-
-
-def _element_type(name: str, text: str, origin: Origin) -> str:
-    try:
-        return dtypes.by_torch_name(text).name
-    except UsageError as error:
-        error.about(quote(name)[1:-1], tensor=name, file=origin.path)
-        raise
 
 
 def _unsupported(name: str, what: str, origin: Origin) -> UsageError:
@@ -292,22 +283,8 @@ class StoredValue(Struct, frozen=True):
 
 
 def read_ocdbt(folder: str) -> dict[str, StoredValue]:
-    """Return key -> place of its value, for the last version of a store.
-
-    Raises:
-        IncompleteError: a file is missing.
-        CorruptError, UnsafeError: a file is damaged, or a path leads out of the folder.
-        UsageError: tensorstore is not installed.
-    """
-    try:
-        import tensorstore
-    except ImportError:
-        raise UsageError(
-            "the checkpoint is Orbax's in OCDBT, and tensorstore is not installed",
-            got="no module tensorstore",
-            want="the packages of the extra xrank[orbax]",
-            next_step='install them: pip install "xrank[orbax]"',
-        ) from None
+    """Return key -> place of its value, for the last version of a store."""
+    tensorstore = _import_extra("tensorstore", "Orbax's in OCDBT")
     path = os.path.join(folder, MANIFEST)
     with open_regular(path) as file:
         content = _read(file, 0, file.nbytes)
