@@ -23,7 +23,7 @@ from xrank import dtypes
 from xrank.engine.replicas import spread_copies
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.models import local_model
 from xrank.recipes.found_source import OwnConfig
 from xrank.refit.directory import RankRegistration, read_trainer_model
 from xrank.refit.targets import ModuleTarget, Runs, cut_calls, find_runs, join_runs

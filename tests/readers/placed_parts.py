@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.stored_model import StoredShard
-from xrank.readers.claims import HeldTensor
+from xrank.readers.placement import HeldTensor
 
 
 class Part(HeldTensor, frozen=True):

@@ -11,8 +11,7 @@ from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import make_plan
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.live.local_model import local_model
-from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.readers.live.models import LiveModel, local_model, read_ranks
 from xrank.recipes.decision import select
 from xrank.recipes.options import GatherOptions
 

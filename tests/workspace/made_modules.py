@@ -19,8 +19,7 @@ from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh import megatron_views
 from xrank.layout.nests import addresses
 from xrank.layout.stored_model import StoredModel
-from xrank.readers.live.local_model import LocalModel, local_model
-from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.readers.live.models import LiveModel, LocalModel, local_model, read_ranks
 
 _COLUMN = (
     r".*(?:word_embeddings|output_layer|linear_qkv|linear_(?:q|kv)_(?:(?:up|down)_)?proj|linear_fc1"

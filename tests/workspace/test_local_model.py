@@ -9,7 +9,7 @@ import torch
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.models import local_model
 
 
 class Tied(torch.nn.Module):

@@ -22,7 +22,7 @@ from tests.workspace.made_modules import (
 )
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.models import local_model
 from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 
 _RUNS = {

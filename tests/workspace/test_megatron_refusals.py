@@ -14,7 +14,7 @@ from tests.readers.made_megatron import HIDDEN, Run, whole_model
 from tests.workspace.made_modules import chunks_of, config, cut, locals_of, mesh_of, read_locals, whole_tensors
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.models import LocalModel, local_model
 
 _DENSE = Run(tp=2, pp=2, chunks=((2, 1),))
 _EXPERTS = Run(ep=2, chunks=((1,),), has_experts=True)

@@ -24,7 +24,7 @@ from xrank.errors import CorruptError, names_own_arguments, require
 from xrank.layout import LayoutMap
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
-from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.models import LocalModel, local_model
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, names_left_out
 from xrank.recipes.decision import Purpose, Request, decide, layout_notes
 from xrank.recipes.load_plan import Load, check_loads, describe_load, plan_load

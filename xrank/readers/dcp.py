@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -19,13 +17,21 @@ from xrank import dtypes
 from xrank.errors import AGAIN, CorruptError, IncompleteError, XrankError, either, option
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in
+from xrank.formats.torch_archive import ArchivedTensor, element_type, read_archive, read_archive_in
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.names import ChosenPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
-from xrank.readers.records import Subject, find_step, note_bare_files, note_foreign_names, outside_error, read_start
+from xrank.readers.names import (
+    ChosenPart,
+    SavedTree,
+    describe_families,
+    is_of_lightning,
+    part_details,
+    part_notes,
+    select_model,
+)
+from xrank.readers.records import Subject, find_step, note_bare_files, note_foreign_names, outside_error, read_object
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.words import list_text, plural
@@ -38,13 +44,8 @@ def check_values(
 
     torch's planner takes dicts and lists apart. It pickles other values whole, such as tuples, and dicts with
     ``flatten_state_dict=False`` (torch/distributed/checkpoint/_traverse.py: traverse_state_dict). torch cannot load
-    tensors from an unreadable value either; other checks report the damage.
-
-    Args:
-        folder: the checkpoint's folder.
-        metadata: its metadata.
-        values: the model's values: name -> flat name. The names of their files must be checked already.
-        is_left_out: returns whether the caller leaves a name out.
+    tensors from an unreadable value either; other checks report the damage. `values` are the model's: name -> flat
+    name. The names of their files must be checked already.
     """
     by_file: dict[int, list[tuple[str, int, int]]] = {}
     for name, flat in values.items():
@@ -53,29 +54,24 @@ def check_values(
     left_out: list[str] = []
     for number, items in by_file.items():
         path = os.path.join(folder, metadata.files[number])
-        for name, value, count in _with_tensors(path, items):
+        found: list[tuple[str, str, int]] = []
+        with suppress(XrankError), open_regular(path) as file:
+            for name, start, nbytes in items:
+                with suppress(XrankError):
+                    archive = read_archive_in(file, start=start, nbytes=nbytes)
+                    if archive.records and (count := _num_tensors(archive.value)):
+                        found.append((name, type(archive.value).__name__, count))
+        for name, kind, count in found:
             if not is_left_out(name):
                 raise Origin(path).usage(
                     f"{quote(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
-                    f"a {type(value).__name__}",
+                    f"a {kind}",
                     "tensors by name, as torch's default planner saves them from dicts and lists",
                     either("load it and save it that way", f"leave it out with {option('exclude')}"),
                     tensor=name,
                 )
             left_out.append(name)
     return tuple(left_out)
-
-
-def _with_tensors(path: str, items: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, object, int]]:
-    """Yield name, value and number of tensors of a file's items (name, first byte, bytes) that contain tensors."""
-    with suppress(XrankError), open_regular(path) as file:
-        for name, start, nbytes in items:
-            try:
-                archive = read_archive_in(file, start=start, nbytes=nbytes)
-            except XrankError:
-                continue
-            if archive.records and (count := _num_tensors(archive.value)):
-                yield name, archive.value, count
 
 
 def _num_tensors(value: object) -> int:
@@ -93,23 +89,8 @@ _MAX_CONFIG_NBYTES = 1 << 16
 
 def read_backend(folder: str) -> str | None:
     """Return the format that Megatron's ``metadata.json`` in a folder names; None without a readable one."""
-    try:
-        content = json.loads(read_start(os.path.join(folder, "metadata.json"), _MAX_CONFIG_NBYTES))
-    except (XrankError, OSError, ValueError, RecursionError):
-        return None
-    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    backend = read_object(os.path.join(folder, "metadata.json"), _MAX_CONFIG_NBYTES).get("sharded_backend")
     return backend if isinstance(backend, str) else None
-
-
-def has_lightning_module(folder: str) -> bool:
-    """Return whether the model is an attribute of a LightningModule, by the rest of its checkpoint beside the shards.
-
-    Source: lightning/pytorch/strategies/fsdp.py: FSDPStrategy.save_checkpoint.
-    """
-    try:
-        return is_of_lightning(read_archive(os.path.join(folder, "meta.pt")).value)
-    except XrankError:
-        return False
 
 
 def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:
@@ -195,7 +176,15 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
         mine = order[low:high]
         name = metadata.files[number]
         with open_regular(os.path.join(folder, name), rank_of_file(name)) as opened:
-            _check_end(opened, int(metadata.ends[number]))
+            end = int(metadata.ends[number])
+            # The metadata is written last, so an item after the last one that it names is of another save.
+            if opened.nbytes >= end + len(_ARCHIVE) and opened.read(end, len(_ARCHIVE)) == _ARCHIVE:
+                raise opened.origin.contradiction(
+                    "continues after the last piece that .metadata names in it: they belong to two saves",
+                    f"{opened.nbytes:,} bytes, an item at byte {end:,}",
+                    f"{end:,} bytes",
+                    "if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
+                )
             rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine])
             files.append(SourceFile.from_status(opened.origin.path, opened.status))
     kinds = reader.items.kinds
@@ -241,26 +230,11 @@ def _check_presence(
     )
 
 
-def _check_end(file: RegularFile, end: int) -> None:
-    """Refuse a file with an item after the last one that the metadata names: the metadata is written last."""
-    if file.nbytes >= end + len(_ARCHIVE) and file.read(end, len(_ARCHIVE)) == _ARCHIVE:
-        raise file.origin.contradiction(
-            "continues after the last piece that .metadata names in it: they belong to two saves",
-            f"{file.nbytes:,} bytes, an item at byte {end:,}",
-            f"{end:,} bytes",
-            "if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
-        )
-
-
 def _dtype(name: str, tensor: DcpTensor, path: str) -> str:
-    try:
-        dtype = dtypes.by_torch_name(tensor.dtype)
-    except XrankError as error:
-        error.about(quote(name)[1:-1], tensor=name, file=path)
-        raise
-    if prod(tensor.shape) * dtype.nbytes >= 1 << 63:
+    dtype = element_type(tensor.dtype, Origin(path), name)
+    if prod(tensor.shape) * dtypes.dtype(dtype).nbytes >= 1 << 63:
         raise _corrupt(name, "is larger than any file", path, got=quote(tensor.shape))
-    return dtype.name
+    return dtype
 
 
 def _corrupt(name: str, what: str, path: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
@@ -398,7 +372,11 @@ class DcpReader:
         if not places.is_file(os.path.join(path, _METADATA)) and not any(e.endswith(_SUFFIX) for e in entries):
             return "no .metadata and no *.distcp in it"
         if _OPTIMIZER_FOLDER.fullmatch(os.path.basename(places.absolute(path))):
-            return "an optimizer's state, as accelerate names its folder" + _model_beside(path)
+            # accelerate's folder of the model may lie beside it.
+            name = os.path.basename(places.absolute(path)).replace("optimizer", "pytorch_model_fsdp")
+            is_beside = places.is_folder(os.path.join(os.path.dirname(places.absolute(path)), name))
+            hint = f"; the model's is {os.path.join(path, os.pardir, name)}" if is_beside else ""
+            return f"an optimizer's state, as accelerate names its folder{hint}"
         if read_backend(path) == "torch_dist":
             return "a Megatron checkpoint (torch_dist)"
         return None
@@ -432,6 +410,9 @@ class DcpReader:
         unused, idle = find_other_files(path, metadata)
         # Idle ranks belong to the world, too, though the metadata name none of their files.
         ranks = sorted({rank for name in (*metadata.files, *idle) if (rank := rank_of_file(name)) is not None})
+        is_attribute = False
+        with suppress(XrankError):  # lightning/pytorch/strategies/fsdp.py: FSDPStrategy.save_checkpoint
+            is_attribute = is_of_lightning(read_archive(os.path.join(path, "meta.pt")).value)
         return StoredModel(
             format=self.name,
             path=path,
@@ -446,15 +427,8 @@ class DcpReader:
             details={**part_details(part), **_details(metadata, tensors, ranks, unused)},
             absent=left_out,
             part=hints.part,
-            is_attribute=has_lightning_module(path),
+            is_attribute=is_attribute,
         )
-
-
-def _model_beside(path: str) -> str:
-    """Return a hint at accelerate's folder of the model, if it lies beside that of its optimizer."""
-    name = os.path.basename(places.absolute(path)).replace("optimizer", "pytorch_model_fsdp")
-    beside = os.path.join(os.path.dirname(places.absolute(path)), name)
-    return f"; the model's is {os.path.join(path, os.pardir, name)}" if places.is_folder(beside) else ""
 
 
 def _check_files(path: str) -> None:
@@ -501,13 +475,10 @@ def _notes(
 def _details(
     metadata: DcpMetadata, tensors: Mapping[str, DcpTensor], ranks: Sequence[int], unused: Sequence[str]
 ) -> dict[str, Any]:
-    grids: dict[str, Counter[str]] = {}
-    for name, tensor in tensors.items():
-        grids.setdefault(re.sub(r"\d+", "#", name), Counter())[_grid(tensor)] += 1
     return {
         "ranks that wrote": len(ranks),
         "values that are not tensors": len(metadata.byte_items),
-        "chunks": {family: ", ".join(sorted(counts)) for family, counts in sorted(grids.items())},
+        "chunks": describe_families((name, _grid(tensor)) for name, tensor in tensors.items()),
         "unused files": list(unused),
     }
 

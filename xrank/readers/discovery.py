@@ -23,7 +23,14 @@ from xrank.storage.url import is_url
 from xrank.words import list_text, one_line
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint, EntryPoints
+    from importlib.metadata import EntryPoint
+
+
+def _list(path: str, otherwise: Sequence[str] = ()) -> Sequence[str]:
+    try:
+        return places.list_names(path)
+    except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
+        return otherwise
 
 
 class ListedReader(Struct, frozen=True):
@@ -39,11 +46,7 @@ class ListedReader(Struct, frozen=True):
 
     def is_hinted_at(self, path: str) -> bool:
         """Return whether the reader may recognise a path."""
-        try:
-            names = places.list_names(path)
-        except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
-            names = [os.path.basename(path)]
-        return any(map(re.compile(self.sign).fullmatch, names))
+        return any(map(re.compile(self.sign).fullmatch, _list(path, [os.path.basename(path)])))
 
     def load(self) -> Reader:
         """Import the reader."""
@@ -103,48 +106,36 @@ def plugin_readers() -> tuple[Reader, ...]:
     The search reads the metadata of every installed package. So it happens once, and only if no own reader fits.
     """
     found: list[Reader] = []
-    for point in _entry_points():
-        reader, fault = _try_load(point)
+    for package, point, reader, fault in _load_all():
         if reader is not None:
             found.append(reader)
         else:
-            package = _package_of(point)
             _logger.warning("the reader %s of the package %s does not load: %s", point.name, package, fault)
     return tuple(found)
 
 
 def find_plugins() -> list[tuple[str, str, str | None]]:
     """Return (package, reader, why it does not load) for each reader of another package, sorted."""
-    return sorted((_package_of(point), point.name, _try_load(point)[1]) for point in _entry_points())
+    return sorted((package, point.name, fault) for package, point, _, fault in _load_all())
 
 
-def _entry_points() -> EntryPoints:
+def _load_all() -> Iterator[tuple[str, EntryPoint, Reader | None, str | None]]:
+    """Yield package, entry point and reader; or None and the reason in one line."""
     from importlib.metadata import entry_points  # slow, because it imports the email package
 
-    return entry_points(group=GROUP)
-
-
-def _package_of(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.module
-
-
-def _try_load(point: EntryPoint) -> tuple[Reader | None, str | None]:
-    """Return the reader, or None and the reason in one line."""
-    try:
-        return _load(point), None
-    except Exception as error:  # another package's code may raise anything
-        return None, one_line(f"{type(error).__name__}: {error}")
-
-
-def _load(point: EntryPoint) -> Reader:
-    made = point.load()
-    reader: Reader = made() if isinstance(made, type) else made
-    for name in ("name", "recognise", "read"):
-        if not hasattr(reader, name):
-            raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
-    if not isinstance(reader.name, str):
-        raise TypeError(f"the name of {point.value} is {reader.name!r}, not a text")
-    return _PluginReader(reader, _package_of(point))
+    for point in entry_points(group=GROUP):
+        package = point.dist.name if point.dist is not None else point.module
+        try:
+            made = point.load()
+            reader: Reader = made() if isinstance(made, type) else made
+            for name in ("name", "recognise", "read"):
+                if not hasattr(reader, name):
+                    raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
+            if not isinstance(reader.name, str):
+                raise TypeError(f"the name of {point.value} is {reader.name!r}, not a text")
+            yield package, point, _PluginReader(reader, package), None
+        except Exception as error:  # another package's code may raise anything
+            yield package, point, None, one_line(f"{type(error).__name__}: {error}")
 
 
 class _PluginReader:
@@ -279,10 +270,7 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
             want="a checkpoint",
             next_step="check the path",
         )
-    entries = [path]
-    for folder in (path, *folders_below):
-        with suppress(NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
-            entries += (os.path.join(folder, name) for name in sorted(places.list_names(folder)))
+    entries = [path, *(os.path.join(at, name) for at in (path, *folders_below) for name in sorted(_list(at)))]
     names = [(place, os.path.basename(place)) for place in entries]
     found = [(place, kind) for place, name in names for kind in _KINDS if kind.name and kind.name.fullmatch(name)]
     if not found:
@@ -419,7 +407,13 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
         if fitting:
             chosen = _choose_reader(place, fitting)
-            return chosen._replace(notes=_note_steps(place)) if chosen.reader.name in _WHOLE else chosen
+            # Checkpoints of a trainer in the folder of a whole model may be newer than it
+            # (transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR).
+            names = places.list_names(place) if chosen.reader.name in _WHOLE and places.is_folder(place) else []
+            steps = sorted((int(step[1]), step[0]) for name in names if (step := _STEP.fullmatch(name)))
+            newest = list_text((os.path.join(place, name) for _, name in reversed(steps)), 1)
+            note = f"the model in {place} itself is read; checkpoints lie there, too: {newest}"
+            return chosen._replace(notes=(("also-here", note),) if steps else ())
     found: list[_Found] = []
     passed: str | None = None
     for place in _folders_below(find_marked_step(path) or path, _SEARCHED_LEVELS):
@@ -461,22 +455,8 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     if not found:
         return None
     doubt = "passed over" if found[0][0] not in begun else "read all the same"
-    note = ("unfinished", f"a save that may not have finished, by its name, was {doubt}: {list_text(begun, 3)}")
-    return _choose_reader(*found[0])._replace(notes=(note,) if begun else ())
-
-
-def _note_steps(place: str) -> tuple[tuple[str, str], ...]:
-    """Return a note on the checkpoints of a trainer in the folder of a whole model, which may be newer than it.
-
-    transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR.
-    """
-    if not places.is_folder(place):
-        return ()
-    steps = sorted((int(found[1]), found[0]) for name in places.list_names(place) if (found := _STEP.fullmatch(name)))
-    if not steps:
-        return ()
-    names = list_text((os.path.join(place, name) for _, name in reversed(steps)), 1)
-    return (("also-here", f"the model in {place} itself is read; checkpoints lie there, too: {names}"),)
+    note = f"a save that may not have finished, by its name, was {doubt}: {list_text(begun, 3)}"
+    return _choose_reader(*found[0])._replace(notes=(("unfinished", note),) if begun else ())
 
 
 def _may_read(own: ListedReader, place: str, listed: Sequence[ListedReader]) -> bool:
@@ -555,11 +535,7 @@ def _folders_below(path: str, levels: int) -> Iterator[str]:
     """
     if levels == 0 or not places.is_folder(path):
         return
-    try:
-        names = sorted(places.list_names(path))
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in sorted(_list(path)):
         # Only root may read the lost+found of a disk, so it would end the search of the folders beside it.
         folder = os.path.join(path, name)
         if not name.startswith(".") and name != "lost+found" and places.is_folder(folder):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, combinations
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -111,12 +112,10 @@ def plain_names(
 ) -> dict[str, str]:
     """Return the model's own name for every name; an empty dict if no wrapper changed any.
 
-    Args:
-        names: the names of all tensors.
-        find_wrapping: returns the function that takes off whatever stands before the names that the model is known to
-            have; None if it has none of these names. Without it, only the marks of well-known wrappers are taken off.
-        known: names that the model has. If it has one that a wrapper could have made, all names stay.
-        in_attribute: whether the model is an attribute of another module, such as ``model`` of a LightningModule.
+    `find_wrapping` returns the function that takes off whatever stands before the names that the model is known to
+    have, or None if it has none of these names. Without it, only the marks of well-known wrappers are taken off. If the
+    model has a name (`known`) that a wrapper could have made, all names stay. `in_attribute`: the model is an attribute
+    of another module, such as ``model`` of a LightningModule.
     """
     plain = {name: _strip_anywhere(name) for name in names}
     strip = None if find_wrapping is None else find_wrapping([*plain.values()])
@@ -152,7 +151,8 @@ def _strip_attribute(plain: dict[str, str]) -> dict[str, str]:
 
 def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
     """Return a model under its own names, with a note about the change."""
-    return _with_names(stored, plain, (), name_notes(plain)) if plain else stored
+    changed = [("wrapper-names", _NOTE.format(*pair)) for pair in plain.items() if pair[0] != pair[1]]
+    return _with_names(stored, plain, (), changed[:1]) if plain else stored
 
 
 def _with_names(
@@ -209,12 +209,6 @@ def _is_counter(name: str, names: Sequence[str]) -> bool:
     """Return whether a scalar counts the averages that lie beside it, all in ``module``."""
     prefix = name.removesuffix(_AVERAGED)
     return all(each == name or each.startswith(f"{prefix}{_OUTER}.") for each in names if each.startswith(prefix))
-
-
-def name_notes(plain: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the note about changed names, if there are any."""
-    changed = next((pair for pair in plain.items() if pair[0] != pair[1]), None)
-    return () if changed is None else (("wrapper-names", _NOTE.format(*changed)),)
 
 
 _Path: TypeAlias = tuple[str | int, ...]
@@ -318,7 +312,12 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
     parts: list[TopPart] = []
     if wanted is not None:
         here = _find_part(tree, here, wanted)
-        parts += [_summarise(tree, each.keys, each.tensors) for each in _list_beside(top, here)]
+        above = top
+        while above.keys != here.keys:
+            # What lies beside the keys that lead to the part.
+            beside = {branch.keys: branch for branch in above.split()}
+            above = beside.pop(here.keys[: len(above.keys) + 1])
+            parts += [_summarise(tree, each.keys, each.tensors) for each in beside.values() if each.tensors]
     is_model = wanted is not None and here.is_state_dict()
     while not is_model:
         inner = here.split()
@@ -343,7 +342,19 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
 
 def part_details(part: ChosenPart) -> dict[str, Any]:
     """Return the parts as facts for `inspect`."""
-    return {"parts": {each.key or "(all)": _describe(each) for each in part.parts}, "prefix": ".".join(part.prefix)}
+    parts = {}
+    for each in part.parts:
+        text = f"{plural(each.num_tensors, 'tensor')} in {size_text(each.nbytes)}"
+        parts[each.key or "(all)"] = text if each.is_model else f"left out: {text}"
+    return {"parts": parts, "prefix": ".".join(part.prefix)}
+
+
+def describe_families(described: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the descriptions of tensors by families of names, which differ in numbers only, for `inspect`."""
+    found: dict[str, set[str]] = {}
+    for name, text in described:
+        found.setdefault(re.sub(r"\d+", "#", name), set()).add(text)
+    return {family: ", ".join(sorted(texts)) for family, texts in sorted(found.items())}
 
 
 def part_notes(part: ChosenPart) -> list[tuple[str, str]]:
@@ -352,13 +363,7 @@ def part_notes(part: ChosenPart) -> list[tuple[str, str]]:
     return [("left-out", f"tensors that are not the model's were left out: {list_text(left, _MAX_SHOWN)}")] * bool(left)
 
 
-def _describe(part: TopPart) -> str:
-    text = f"{plural(part.num_tensors, 'tensor')} in {size_text(part.nbytes)}"
-    return text if part.is_model else f"left out: {text}"
-
-
 def _find_part(tree: SavedTree, top: _Branch, wanted: str) -> _Branch:
-    """Return the branch of this name."""
     here = top
     while here.name != wanted:
         nested = [branch for branch in here.split() if branch.tensors and branch.is_nested()]
@@ -375,15 +380,6 @@ def _find_part(tree: SavedTree, top: _Branch, wanted: str) -> _Branch:
     return here
 
 
-def _list_beside(top: _Branch, chosen: _Branch) -> Iterator[_Branch]:
-    """Yield the branches with tensors beside the keys that lead to a branch."""
-    here = top
-    while here.keys != chosen.keys:
-        inner = {branch.keys: branch for branch in here.split()}
-        here = inner.pop(chosen.keys[: len(here.keys) + 1])
-        yield from (branch for branch in inner.values() if branch.tensors)
-
-
 def _candidates(tree: SavedTree, branches: Iterable[_Branch], of_optimizers: Collection[str]) -> list[_Branch]:
     """Return the branches that may be the model or a piece of it.
 
@@ -395,7 +391,6 @@ def _candidates(tree: SavedTree, branches: Iterable[_Branch], of_optimizers: Col
 
 
 def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
-    """Return whether all tensors under a key belong to an optimizer."""
     if not branch.is_nested():
         return False
     state = tuple(".".join((*branch.keys, key, "")) for key in OPTIMIZER_KEYS)

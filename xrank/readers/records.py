@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from isal import isal_zlib
@@ -95,17 +96,7 @@ def outside_error(path: str, entry: str, what: str = "metadata", *, next_step: s
 def absent_rank_error(
     folder: str, file: str, rank: int, world_size: int, *, who: str, got: str, next_step: str | None = None
 ) -> IncompleteError:
-    """Return the error for ranks without a file.
-
-    Args:
-        folder: the checkpoint's folder.
-        file: path of the first such rank's file.
-        rank: the first such rank.
-        world_size: number of ranks that should have files.
-        who: all such ranks, in words.
-        got: the files that are there.
-        next_step: None: to copy the file.
-    """
+    """Return the error for ranks without a file: `file` and `rank` are the first one's, `who` names all in words."""
     name = os.path.relpath(file, folder)
     return IncompleteError(
         f"{who} of {world_size} left no {name} in {folder}",
@@ -193,18 +184,19 @@ def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
     """Return the folders in which a checkpoint's companions may lie, those nearest to its weights first.
 
     The order: the folder that a marker in the source names, the source, each parent up to the user's path, and the
-    checkpoint's root, recognised by a marker or a name. Each is followed by its subfolder ``huggingface``.
-
-    Args:
-        asked: the user's path: a file, or a folder at or above the source.
-        place: the source.
+    checkpoint's root, recognised by a marker or a name. Each is followed by its subfolder ``huggingface``. The user's
+    path `asked` is a file, or a folder at or above the source `place`.
     """
     folder = place if places.is_folder(place) else _parent(place)
     found = [*_find_marked(folder), folder]
-    while _is_below(found[-1], asked):
+    while places.absolute(found[-1]).startswith(os.path.join(places.absolute(asked), "")):
         found.append(_parent(found[-1]))
     above = _parent(folder)
-    if _is_root(above, os.path.basename(places.absolute(folder))):
+    if (
+        any(places.is_file(os.path.join(above, marker)) for marker in _MARKERS)
+        or _TRAINER_STEP.fullmatch(os.path.basename(places.absolute(above)))
+        or _PART.fullmatch(os.path.basename(places.absolute(folder)))
+    ):
         found.append(above)
     return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, EXPORT_FOLDER))))
 
@@ -228,16 +220,6 @@ def _find_marked(folder: str) -> Iterator[str]:
         yield os.path.join(folder, _SHARDED)
 
 
-def _is_below(folder: str, asked: str) -> bool:
-    return places.absolute(folder).startswith(os.path.join(places.absolute(asked), ""))
-
-
-def _is_root(above: str, name: str) -> bool:
-    is_marked = any(places.is_file(os.path.join(above, marker)) for marker in _MARKERS)
-    is_step = _TRAINER_STEP.fullmatch(os.path.basename(places.absolute(above))) is not None
-    return is_marked or is_step or _PART.fullmatch(name) is not None
-
-
 def _parent(path: str) -> str:
     """Return the parent folder, spelled as in the user's path if possible."""
     head, name = os.path.split(path.rstrip(os.sep))
@@ -250,6 +232,14 @@ def read_start(path: str, most: int) -> bytes:
     """Return the first bytes of a small file, at most so many."""
     with open_regular(path) as file:
         return file.read(0, min(file.nbytes, most))
+
+
+def read_object(path: str, most: int) -> dict[str, Any]:
+    """Return the JSON object in a small file that only helps to recognise a format; empty without a readable one."""
+    with suppress(XrankError, OSError, ValueError, RecursionError):
+        content = json.loads(read_start(path, most))
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def read_small(path: str, most: int) -> bytes:
@@ -367,11 +357,7 @@ def note_bare_files(paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> list[tuple[str, str]]:
-    """Return a note on the classes and functions that frameworks do not write into pickles, or none.
-
-    Args:
-        found: path -> (module, name) -> the byte of the pickle that names it first (`Pickled.foreign`).
-    """
+    """Return a note on the names, by path, that frameworks do not write into pickles (`Pickled.foreign`), or none."""
     places = {name: (path, at) for path, names in reversed([*found.items()]) for name, at in names.items()}
     if not places:
         return []

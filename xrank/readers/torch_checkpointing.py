@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from xrank.errors import LayoutError, UsageError, XrankError, either, option
 from xrank.formats.pickles import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.safetensors_header import read_header
-from xrank.formats.torch_archive import ArchivedTensor
+from xrank.formats.torch_archive import ArchivedTensor, element_type
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
 from xrank.layout.stored_model import StoredModel
@@ -24,7 +24,6 @@ from xrank.readers.fsdp.rank_files import (
     DTensorPart,
     FsdpRankFile,
     build_placement,
-    element_type,
     make_mesh,
     read_rank_file,
     sizes_of,
@@ -212,25 +211,6 @@ class ModelFiles(Struct, frozen=True):
     """Other items that may be models, such as averaged weights."""
 
 
-def explain_mismatch(path: str) -> str | None:
-    """Return None if a folder is such a checkpoint, or a file belongs to an item besides its model; else the reason."""
-    if not places.is_folder(path):
-        match = _FILE.fullmatch(os.path.basename(path))
-        if match is None or explain_mismatch(os.path.dirname(places.absolute(path))) is not None:
-            return "no file of a torch_checkpointing checkpoint"
-        if _NO_MODEL.fullmatch(match[1]):
-            return "an optimizer's or a trainer's own state"
-        return "one rank's file; its folder is the checkpoint" if match[1] == _MODEL else None
-    names = places.list_names(path)
-    with suppress(XrankError):
-        if METADATA in names and _MARK in read_start(os.path.join(path, METADATA), _MAX_MARK_NBYTES):
-            return None
-    # Without metadata only the names of the files show the format, and others number their files from 1, or by steps.
-    if f"{_MODEL}_0.pt" in names or (f"{_MODEL}_0.safetensors" in names and f"{_MODEL}.safetensors" not in names):
-        return None
-    return f"no {METADATA} with files of ranks, and no {_MODEL}_0.pt"
-
-
 def find_model_files(path: str) -> ModelFiles:
     """Return the files of a checkpoint's model, or of the item to which a given file belongs."""
     folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
@@ -313,7 +293,21 @@ class TorchCheckpointingReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a folder with ``metadata.pkl`` or ``model_0.pt``, or for a file of another item."""
-        return explain_mismatch(path)
+        if not places.is_folder(path):
+            match = _FILE.fullmatch(os.path.basename(path))
+            if match is None or self.recognise(os.path.dirname(places.absolute(path))) is not None:
+                return "no file of a torch_checkpointing checkpoint"
+            if _NO_MODEL.fullmatch(match[1]):
+                return "an optimizer's or a trainer's own state"
+            return "one rank's file; its folder is the checkpoint" if match[1] == _MODEL else None
+        names = places.list_names(path)
+        with suppress(XrankError):
+            if METADATA in names and _MARK in read_start(os.path.join(path, METADATA), _MAX_MARK_NBYTES):
+                return None
+        # Only the names of the files show the format without metadata; others number files from 1, or by steps.
+        if f"{_MODEL}_0.pt" in names or (f"{_MODEL}_0.safetensors" in names and f"{_MODEL}.safetensors" not in names):
+            return None
+        return f"no {METADATA} with files of ranks, and no {_MODEL}_0.pt"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""

@@ -20,7 +20,6 @@ from xrank.formats.pickles import InertRecord, is_extra_state, refuse_inert
 from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, is_archive, read_archive
 from xrank.layout.stored_model import RecordedHash, StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.claims import HeldTensor, pieces_of, whole
 from xrank.readers.hugging_face.folder import (
     check_placeholders,
     choose_tensors,
@@ -39,6 +38,7 @@ from xrank.readers.names import (
     part_notes,
     select_model,
 )
+from xrank.readers.placement import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records, read_start
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -231,7 +231,10 @@ class TorchSaveReader:
         if places.is_file(path):
             if _ONE_OF_SEVERAL.fullmatch(os.path.basename(path)):
                 return "by its name, one of several files"
-            if len(_list_parts(path)) > 1:
+            own = _PART.fullmatch(os.path.basename(path))
+            beside = places.list_names(os.path.dirname(path) or os.curdir) if own is not None else ()
+            parts = [found for name in beside if own and (found := _PART.fullmatch(name)) and found[2] == own[2]]
+            if len(parts) > 1:  # of one epoch
                 return "one of several parts; its folder is the model"
             return None if _is_saved(path) else "not a file of torch.save"
         if places.is_folder(path) and list_models(path):
@@ -243,7 +246,11 @@ class TorchSaveReader:
         folder, names = (path, list_models(path)) if places.is_folder(path) else os.path.split(path)
         if isinstance(names, str):
             names = [names]
-        _check_slices(folder or os.curdir, names)
+        # Meta cut a model of several slices for as many tensor-parallel ranks.
+        given = [name for name in names if _SLICE.fullmatch(name)]
+        slices = sorted(name for name in places.list_names(folder or os.curdir) if _SLICE.fullmatch(name))
+        if given and slices != ["consolidated.00.pth"]:
+            raise _make_slice_error(os.path.join(folder or os.curdir, given[0]), list_text(slices, 10))
         parts = [name for name in names if _PART.fullmatch(name)]
         if parts:
             return _read_parts(path, folder, parts, len(names) - len(parts), hints)
@@ -251,7 +258,7 @@ class TorchSaveReader:
             raise _make_choice_error(folder, names)
         state = select_state(read_archive(os.path.join(folder, names[0])), hints.part)
         model = describe_states(self.name, path, [state], hints)
-        return replace(model, hashes=_check_slice(state, folder, names[0])) if _SLICE.fullmatch(names[0]) else model
+        return replace(model, hashes=_check_slice(state, folder, names[0])) if given else model
 
 
 def _check_slice(state: WholeState, folder: str, name: str) -> tuple[RecordedHash, ...]:
@@ -328,15 +335,6 @@ def has_parts(folder: str) -> bool:
     return sum(_PART.fullmatch(name) is not None for name in places.list_names(folder)) > 1
 
 
-def _list_parts(path: str) -> list[str]:
-    """Return the files of the same epoch as a part of a model, itself included; nothing for another file."""
-    own = _PART.fullmatch(os.path.basename(path))
-    if own is None:
-        return []
-    names = places.list_names(os.path.dirname(path) or os.curdir)
-    return [name for name in names if (found := _PART.fullmatch(name)) and found[2] == own[2]]
-
-
 def _remove_number(name: str) -> str:
     return re.sub(r"[-_.]\d+((?:\.[a-z]\w*)+)$", r"\1", name)
 
@@ -354,14 +352,6 @@ def _make_choice_error(folder: str, names: Sequence[str]) -> UsageError:
         kind = "several files without a tensor in common, which may be parts of one model or several models"
         next_step = f"save parts of one model with one torch.save; if each is a model, {one}"
     return Origin(folder).usage(f"holds {kind}", list_text(names, 10), "one model", next_step)
-
-
-def _check_slices(folder: str, names: list[str]) -> None:
-    """Refuse a slice of a model that Meta cut for several tensor-parallel ranks."""
-    given = [name for name in names if _SLICE.fullmatch(name)]
-    slices = sorted(name for name in places.list_names(folder) if _SLICE.fullmatch(name))
-    if given and slices != ["consolidated.00.pth"]:
-        raise _make_slice_error(os.path.join(folder, given[0]), list_text(slices, 10))
 
 
 def _make_slice_error(path: str, got: str) -> UsageError:
@@ -394,7 +384,7 @@ class BinFolderReader:
         name = os.path.basename(path)
         if places.is_file(path) and _NAME.fullmatch(name):
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
-        if places.is_folder(path) and any(map(_is_model_file, places.list_names(path))):
+        if places.is_folder(path) and any(map(_NAME.fullmatch, places.list_names(path))):
             return None
         return "no pytorch_model.bin or pytorch_model-<i>-of-<n>.bin in it"
 
@@ -403,7 +393,7 @@ class BinFolderReader:
         is_folder = places.is_folder(path)
         folder = path if is_folder else os.path.dirname(path)
         index = read_index(folder, _INDEX_NAME, _WHOLE) if is_folder else None
-        names = list_files(folder, _is_model_file, index) if is_folder else [os.path.basename(path)]
+        names = list_files(folder, _NAME.fullmatch, index) if is_folder else [os.path.basename(path)]
         models = [name for name in names if not is_one_of_several(name)]
         if index is None and models and len(names) > 1:
             step = f"give the path of one of them, such as {os.path.join(folder, models[0])}"
@@ -415,12 +405,8 @@ class BinFolderReader:
             replace(state, tensors={name: each for name, each in state.tensors.items() if place_of.get(name) == file})
             for state, file in zip(states, names, strict=True)
         ]
-        notes += stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
         if is_folder:
+            notes += stale_index_notes(folder, _INDEX_NAME, index)
             notes += note_left_out(filter(_BESIDE_BIN.fullmatch, set(places.list_names(folder)) - set(names)))
         model = describe_states(self.name, path, states, hints, notes)
         return model if index is None else replace(model, notes=(*model.notes, *index.notes(stored_nbytes(model))))
-
-
-def _is_model_file(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None

@@ -16,8 +16,7 @@ from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.claims import HeldTensor
-from xrank.readers.placement import place_all
+from xrank.readers.placement import HeldTensor, place_all
 from xrank.readers.records import NO_CHECKSUMS, ONE_SAVE, Records, copied_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular
@@ -254,7 +253,6 @@ class VllmReader:
 
 
 def _read_rank(rank: int, files: Sequence[str], records: Records) -> _Parameters:
-    """Return a rank's parameters in all of its parts."""
     found: _Parameters = {}
     for file in files:
         header = read_header(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +14,7 @@ from xrank.layout import DeviceMesh
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import check_one_owner
 from xrank.readers.base import Hints
-from xrank.readers.claims import HeldTensor
-from xrank.readers.placement import Placement, place_all
+from xrank.readers.placement import HeldTensor, Placement, place_all, shared_mesh
 from xrank.readers.records import Records
 from xrank.storage import places
 from xrank.storage.places import rank_of, state_file_name
@@ -163,17 +161,13 @@ class WorkspaceReader:
 
 def _meshes(state: SavedState) -> list[DeviceMesh]:
     try:
-        return [_mesh(*record) for record in (state.record.meshes if state.record else ())]
+        return [
+            shared_mesh(shape, names, ranks) for names, shape, ranks in (state.record.meshes if state.record else ())
+        ]
     except LayoutError as error:
         error.about(rank=state.rank, file=state.archive.path)
         error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
         raise
-
-
-@lru_cache(maxsize=4096)
-def _mesh(names: tuple[str, ...], shape: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return the same object for equal records, because a run's states share a handful of meshes."""
-    return DeviceMesh(shape, names, ranks)
 
 
 def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:

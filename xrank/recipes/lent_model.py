@@ -32,8 +32,7 @@ from xrank.layout.stored_model import StoredModel
 from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
-from xrank.readers.live.local_model import local_model
-from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.readers.live.models import LiveModel, local_model, read_ranks
 from xrank.recipes.decision import FolderPlan, Purpose, Request, decide, plan_output
 from xrank.recipes.found_source import OwnConfig, choose_config, read_own_config
 from xrank.recipes.options import GatherOptions
@@ -141,7 +140,7 @@ class ModelPart(Struct, frozen=True, eq=False):
     """One rank's part of a model, ready to be lent."""
 
     description: str
-    """Its tensors and their places, for `xrank.readers.live.ranks`."""
+    """Its tensors and their places, for `xrank.readers.live.models`."""
     views: Sequence[LocalBytes]
     """Bytes of its tensors, in place or copied."""
     config: OwnConfig

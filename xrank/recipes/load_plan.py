@@ -21,9 +21,8 @@ from xrank.layout.nests import restrict, swap
 from xrank.layout.output_files import OutputFile, OutputTensor, TensorPart
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.tensor_layout import axis_lengths, flat_of
-from xrank.readers.claims import Claim, Claims, find_global_name, whole
-from xrank.readers.live.local_model import LocalModel
-from xrank.readers.live.ranks import make_held_tensor
+from xrank.readers.live.models import LocalModel, make_held_tensor
+from xrank.readers.placement import Claim, Claims, find_global_name, whole
 from xrank.recipes.quantization import find_scales
 from xrank.recipes.reshard_plan import NewPart, new_parts
 from xrank.words import likewise_text, list_text

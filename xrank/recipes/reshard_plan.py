@@ -30,7 +30,7 @@ from xrank.layout.notation import count_names_of, size_names_of
 from xrank.layout.output_files import OutputTensor, Selection, TensorPart
 from xrank.layout.stored_model import StoredModel
 from xrank.layout.tensor_layout import flat_of
-from xrank.readers.claims import Claim, Claims, find_local_name, list_counted_names
+from xrank.readers.placement import Claim, Claims, find_local_name, list_counted_names
 from xrank.recipes.decision import Purpose, Request, config_text_of, decide, digest_of_plan, layout_notes, read_layouts
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.options import GatherOptions

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from xrank.errors import CorruptError, UsageError
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import list_names, make_directory
-from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.readers.live.models import LiveModel, read_ranks
 from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.found_source import FoundSource, OwnConfig, choose_config
 from xrank.recipes.sources import find_live_source

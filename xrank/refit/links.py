@@ -23,7 +23,7 @@ from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.loans import LendingEndedError, MemoryOffer, MooncakeEngine, PeerSource, UnreadableMemoryError
 from xrank.ranks.memory import LocalBytes, local_bytes, locate_elements
-from xrank.readers.live.ranks import LiveModel
+from xrank.readers.live.models import LiveModel
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, RankRegistration, TrainerModel, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (

@@ -28,7 +28,7 @@ from xrank.layout.nest_table import IntArray, NestTable, count_runs, int_array, 
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.ranks.loans import MAX_SPANS, PeerSource, SpanArray, SpanMemory
 from xrank.ranks.memory import locate_elements
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.models import local_model
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, list_tensors
 from xrank.recipes.load_plan import plan_load
 from xrank.refit.directory import TrainerModel

@@ -433,6 +433,12 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
     shared = check_table(state.get("shared_params") or {}, "shared_params", origin)
     if not all(isinstance(name, str) for name in shared.values()):
         raise origin.corrupt("shared_params does not tie names to names")
+    fragments: dict[str, ArchivedTensor] = {}
+    for name, value in check_table(state.get("frozen_param_fragments") or {}, "frozen_param_fragments", origin).items():
+        if not isinstance(value, ArchivedTensor):
+            problem = f"{quote(name)} among frozen_param_fragments is not a tensor"
+            raise origin.corrupt(problem, type(value).__name__)
+        fragments[name] = value
     facts = flatten_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)
     config = state.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
@@ -445,7 +451,7 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
         buffer_names=tuple(name for name in buffers if not EXPERT_NAME.search(name)),
         groups=_groups(state.get("param_shapes"), origin),
         frozen=_without_experts(_shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes", origin)),
-        fragments=_without_experts(_fragments(state.get("frozen_param_fragments") or {}, origin)),
+        fragments=_without_experts(fragments),
         shared={name: str(owner) for name, owner in shared.items()},
         facts={**dict(facts), **dict(_config_facts(state, archive))},
         config_stage=stage if type(stage) is int else None,
@@ -478,16 +484,6 @@ def _num_experts(value: object, origin: Origin) -> tuple[int, ...]:
     if not all(type(each) is int and 0 <= each <= _MAX_EXPERTS for each in values):
         raise origin.corrupt("num_experts is not a list of counts", ascii(value)[:200])
     return tuple(each for each in values if isinstance(each, int) and each)
-
-
-def _fragments(value: object, origin: Origin) -> dict[str, ArchivedTensor]:
-    found: dict[str, ArchivedTensor] = {}
-    for name, fragment in check_table(value, "frozen_param_fragments", origin).items():
-        if not isinstance(fragment, ArchivedTensor):
-            kind = type(fragment).__name__
-            raise origin.corrupt(f"{quote(name)} among frozen_param_fragments is not a tensor", kind)
-        found[name] = fragment
-    return found
 
 
 def _groups(value: object, origin: Origin) -> tuple[Shapes, ...] | None:
@@ -649,12 +645,9 @@ def check_same_step(
             f"global_steps {step:,}",
             f"{max(counts):,} or more, the steps that the optimizer has taken",
         )
-    if recorded and wanted.isdisjoint(counts) and not {_as_fact(count) for count in wanted} & {*map(str, recorded)}:
+    # torch's optimizers count in a tensor, whose fact is its checksum.
+    in_tensors = {f"F32 of CRC {zlib.crc32(np.float32(count).tobytes()):08x}" for count in wanted}
+    if recorded and wanted.isdisjoint(counts) and not in_tensors & {*map(str, recorded)}:
         problem = f"the optimizer has not taken the {step:,} steps of the model states"
         notes.append(("another-step", f"{problem}: it was begun anew, or its files are of another step"))
     return tuple(notes)
-
-
-def _as_fact(count: int) -> str:
-    """Return a partition's fact for a step that torch's optimizers count in a tensor."""
-    return f"F32 of CRC {zlib.crc32(np.float32(count).tobytes()):08x}"

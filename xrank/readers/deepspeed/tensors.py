@@ -16,7 +16,6 @@ from xrank.errors import ContradictionError
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.stored_model import StoredShard
-from xrank.readers.claims import HeldTensor, pieces_of, whole
 from xrank.readers.deepspeed.files import (
     Agreement,
     ModelState,
@@ -26,6 +25,7 @@ from xrank.readers.deepspeed.files import (
     read_model_state,
     read_partition,
 )
+from xrank.readers.placement import HeldTensor, pieces_of, whole
 from xrank.readers.records import CopiedValues, Records, absent_rank_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
@@ -41,11 +41,6 @@ class FlatTensors(Struct, frozen=True, eq=False):
     length: IntArray
     """Number of elements."""
     dtypes: tuple[str, ...]
-
-    def of(self, ranks: Sequence[int]) -> FlatTensors:
-        """Return the rows of some of the ranks."""
-        rows = list(ranks)
-        return FlatTensors(self.record[rows], self.start[rows], self.length[rows], self.dtypes)
 
 
 class FlatRows:
@@ -86,12 +81,8 @@ def locate_interleaved(
 ) -> StoredShard:
     """Return a tensor of stage 3. It is padded to a multiple of the ranks; each rank's stream has an equal piece.
 
-    Args:
-        name: the tensor's name.
-        shape: global shape.
-        flats: the ranks' sub-groups.
-        columns: the sub-groups that make up a rank's stream, in order; each has equal length on all ranks.
-        offset: first element of the tensor's piece in the stream.
+    The stream is made of the sub-groups `columns`, in order, each of equal length on all ranks; the tensor's piece
+    begins at its element `offset`.
     """
     num_ranks, numel = len(flats.record), prod(shape)
     piece = piece_numel(numel, num_ranks)
@@ -268,7 +259,9 @@ class Partitions(Struct, frozen=True):
 
     def of(self, ranks: Sequence[int]) -> Partitions:
         """Return the partitions of some of the ranks, as those of a group of their own."""
-        return Partitions(tuple(self.all[rank] for rank in ranks), self.flats.of(ranks))
+        rows, flats = list(ranks), self.flats
+        own = FlatTensors(flats.record[rows], flats.start[rows], flats.length[rows], flats.dtypes)
+        return Partitions(tuple(self.all[rank] for rank in ranks), own)
 
 
 def groups_of_slices(partitions: Partitions, shapes: Mapping[str, Shape]) -> tuple[Shapes, ...]:
@@ -395,7 +388,12 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
     lengths = partitions.flats.length[:, number].tolist()
     size = partition_numel(total, lengths)
     if size is None:
-        raise _length_error(partitions, number, total, lengths)
+        num_ranks = len(lengths)
+        wanted = 2 * -(-total // (2 * num_ranks))
+        lean = [max(0, min(wanted, total - rank * wanted)) for rank in range(num_ranks)]
+        rank = next(rank for rank in range(num_ranks) if lengths[rank] != lean[rank])
+        want = f"{lean[rank]:,}, of the {total:,} that the shapes give the group"
+        raise _size_error(partitions.all[rank], f"{lengths[rank]:,} elements in group {number}", want)
     for partition, length in zip(partitions.all, lengths, strict=True):
         if partition.paddings is None or length == size:  # BF16_Optimizer stores its padding
             continue
@@ -408,15 +406,6 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
         name: locate_successive(name, shape, partitions.flats, number, size, first_element)
         for (name, shape), (first_element, _) in zip(shapes.items(), spans, strict=True)
     }
-
-
-def _length_error(partitions: Partitions, number: int, total: int, lengths: Sequence[int]) -> ContradictionError:
-    num_ranks = len(lengths)
-    size = 2 * -(-total // (2 * num_ranks))
-    lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
-    rank = next(rank for rank in range(num_ranks) if lengths[rank] != lean[rank])
-    want = f"{lean[rank]:,}, of the {total:,} that the shapes give the group"
-    return _size_error(partitions.all[rank], f"{lengths[rank]:,} elements in group {number}", want)
 
 
 def _size_error(partition: Partition, got: str, want: str) -> ContradictionError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, TypeGuard
@@ -12,15 +11,14 @@ import numpy as np
 from isal import isal_zlib
 from msgspec import Struct
 
-from xrank.dtypes import by_torch_name
-from xrank.errors import ContradictionError, LayoutError, UsageError
+from xrank.errors import ContradictionError, LayoutError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state, refuse_inert
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive
+from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, element_type, read_archive
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
 from xrank.layout.terms.tensors import Box, box_text, from_placements
-from xrank.readers.claims import HeldTensor
+from xrank.readers.placement import HeldTensor, shared_mesh
 from xrank.readers.records import Subject
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
@@ -91,19 +89,10 @@ def read_wrapper(value: object, origin: Origin) -> Wrapper | None:
                 state,
             ),
         ) if kind.module.startswith(_PACKAGE) and len(parts) >= 3:
+            if not isinstance(parts[1], str):
+                raise origin.corrupt("a tensor's element type is invalid", type(parts[1]).__name__)
             return Wrapper(kind.name, element_type(parts[1], origin), sizes_of(parts[2], origin), state)
     return None
-
-
-def element_type(value: object, origin: Origin) -> str:
-    """Return the safetensors name of an element type that torch names."""
-    if not isinstance(value, str):
-        raise origin.corrupt("a tensor's element type is invalid", type(value).__name__)
-    try:
-        return by_torch_name(value.removeprefix("torch.")).name
-    except UsageError as error:
-        error.about(origin.name, file=origin.path, rank=origin.rank)
-        raise
 
 
 def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
@@ -312,13 +301,7 @@ def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> De
     count = len(shape)
     if not (isinstance(names, (list, tuple)) and len(names) == count == len({*names}) and all(map(is_name, names))):
         names = tuple(f"a{i}" for i in range(count))  # as xrank.layout.terms.tensors.describe_mesh
-    return _mesh(shape, tuple(names), tuple(ranks))
-
-
-@lru_cache(maxsize=4096)
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return the same object for equal meshes, because all files of a run share a few."""
-    return DeviceMesh(shape, names, ranks)
+    return shared_mesh(shape, tuple(names), tuple(ranks))
 
 
 def _tuple(value: object) -> tuple[object, ...]:
@@ -500,13 +483,7 @@ class FsdpRankFile(Struct, frozen=True):
 
 
 def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRankFile:
-    """Return the content of a rank's file.
-
-    Args:
-        path: the file.
-        rank: the rank in its name.
-        is_nested: whether a state dict may contain further ones; the names of tensors in them are joined by dots.
-    """
+    """Return the content of a rank's file; dots join the names in nested state dicts, if these are allowed."""
     archive = read_archive(path, rank=rank)
     origin = Origin(path, rank)
     state = archive.value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank.dtypes import dtype
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
+from xrank.errors import AGAIN, ContradictionError, option
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import TorchArchive
 from xrank.layout import DeviceMesh
@@ -22,10 +21,9 @@ from xrank.layout.nests import Nest
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import box_nests
 from xrank.readers.base import Hints
-from xrank.readers.claims import HeldTensor, pieces_of, replicate
 from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
-from xrank.readers.placement import Placement, place_all
-from xrank.readers.records import Records, Subject, absent_rank_error, find_step, nbytes_of, read_start
+from xrank.readers.placement import HeldTensor, Placement, pieces_of, place_all, replicate
+from xrank.readers.records import Records, Subject, absent_rank_error, find_step, nbytes_of, read_object
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text, ranks_text
@@ -55,12 +53,9 @@ class RankFiles(Struct, frozen=True):
         """Check that exactly the ranks of a world wrote files."""
         beyond = [rank for rank in self.by_rank if rank >= world_size]
         if beyond:
-            file = self.by_rank[beyond[0]]
-            problem, want = (
-                f"belongs to rank {beyond[0]}, but the run has {world_size} ranks",
-                f"ranks 0 to {world_size - 1}",
-            )
-            raise Origin(file, beyond[0]).contradiction(problem, ranks_text(self.by_rank), want, _OTHER_RUN)
+            problem = f"belongs to rank {beyond[0]}, but the run has {world_size} ranks"
+            origin, want = Origin(self.by_rank[beyond[0]], beyond[0]), f"ranks 0 to {world_size - 1}"
+            raise origin.contradiction(problem, ranks_text(self.by_rank), want, _OTHER_RUN)
         # A name may claim any number of ranks, so count the present ranks, not the absent ones.
         if len(self.by_rank) == world_size:
             return
@@ -102,17 +97,24 @@ VERL = Scheme("verl", _VERL, "model_world_size_<N>_rank_<r>.pt")
 ACCELERATE = Scheme("accelerate-ranks", _ACCELERATE, "pytorch_model_fsdp_rank<r>.bin")
 
 
+def _group_files(folder: str, scheme: Scheme) -> dict[str, dict[int, str]]:
+    """Return the paths of the ranks' files, by the first number in their names and by rank."""
+    groups: dict[str, dict[int, str]] = {}
+    for entry in sorted(places.list_names(folder)):
+        match = scheme.pattern.fullmatch(entry)
+        if match is not None:
+            groups.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
+    if not groups:
+        raise Origin(folder).incomplete("holds no rank's file", None, scheme.example, "check the path")
+    return groups
+
+
 def list_verl(folder: str) -> RankFiles:
     """Return the model's files in a folder of verl's or SkyRL's."""
-    entries = sorted(places.list_names(folder))
-    worlds: dict[int, dict[int, str]] = {}
-    for entry in entries:
-        match = _VERL.fullmatch(entry)
-        if match is not None:
-            worlds.setdefault(int(match[1]), {})[int(match[2])] = os.path.join(folder, entry)
-    if not worlds:
-        raise _empty_error(folder, VERL)
-    recorded = _read_world_size(folder)
+    worlds = {int(number): by_rank for number, by_rank in _group_files(folder, VERL).items()}
+    # Older verl records none.
+    recorded = read_object(os.path.join(folder, _VERL_CONFIG), _MAX_CONFIG_NBYTES).get("world_size")
+    recorded = recorded if type(recorded) is int else None
     if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
         is_odd = recorded is None or len(worlds) > 1
         file = next(iter(worlds[max(worlds)].values())) if is_odd else os.path.join(folder, _VERL_CONFIG)
@@ -121,32 +123,17 @@ def list_verl(folder: str) -> RankFiles:
         problem = "belongs to another run than other files beside it"
         raise Origin(file).contradiction(problem, got, "one world size", _OTHER_RUN)
     ((world_size, by_rank),) = worlds.items()
-    others = tuple(os.path.join(folder, entry) for entry in entries if _VERL_OTHERS.fullmatch(entry))
-    files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, others)
+    others = sorted(filter(_VERL_OTHERS.fullmatch, places.list_names(folder)))
+    paths = tuple(os.path.join(folder, entry) for entry in others)
+    files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, paths)
     files.check(world_size)
     return files
-
-
-def _read_world_size(folder: str) -> int | None:
-    """Return the world size in ``fsdp_config.json``; None without a readable one, as in older verl."""
-    try:
-        content = json.loads(read_start(os.path.join(folder, _VERL_CONFIG), _MAX_CONFIG_NBYTES))
-    except (XrankError, ValueError, RecursionError):
-        return None
-    size = content.get("world_size") if isinstance(content, dict) else None
-    return size if type(size) is int else None
 
 
 def list_accelerate(path: str) -> RankFiles:
     """Return the files of the one model in a folder of accelerate's, or of the model to which a given file belongs."""
     folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
-    models: dict[str, dict[int, str]] = {}
-    for entry in sorted(places.list_names(folder)):
-        match = _ACCELERATE.fullmatch(entry)
-        if match is not None:
-            models.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
-    if not models:
-        raise _empty_error(folder, ACCELERATE)
+    models = _group_files(folder, ACCELERATE)
     if path != folder:
         named = _ACCELERATE.fullmatch(os.path.basename(path))
         models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
@@ -159,10 +146,6 @@ def list_accelerate(path: str) -> RankFiles:
     found = RankFiles(folder, dict(sorted(by_rank.items())))
     found.check(max(by_rank) + 1)
     return found
-
-
-def _empty_error(folder: str, scheme: Scheme) -> IncompleteError:
-    return Origin(folder).incomplete("holds no rank's file", None, scheme.example, "check the path")
 
 
 _NAME = "_flat_param"
@@ -245,13 +228,12 @@ def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Pi
         # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
         if start - stand > room:
-            problem, want = (
+            raise Subject(buffer, None, files[0].archive.path).contradiction(
                 f"elements {stand} to {start - 1} belong to no named parameter",
+                f"{start - stand} elements",
                 f"at most {room} of padding",
+                "save the whole state dict, with all its names",
             )
-            step = "save the whole state dict, with all its names"
-            subject = Subject(buffer, None, files[0].archive.path)
-            raise subject.contradiction(problem, f"{start - stand} elements", want, step)
         stand = max(stand, stop)
 
 
@@ -261,12 +243,16 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
         more = likewise_text([other for other in unknown if other != name])
-        problem, want = (
-            f"a flat parameter contains its elements but not its shape{more}",
-            "the tensor's whole shape in a base model",
+        raise (
+            pieces.by_name[name][0]
+            .held.of(name)
+            .layout(
+                f"a flat parameter contains its elements but not its shape{more}",
+                f"{stop - start} elements",
+                "the tensor's whole shape in a base model",
+                f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
         )
-        step = f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT"
-        raise pieces.by_name[name][0].held.of(name).layout(problem, f"{stop - start} elements", want, step)
     return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
 
 

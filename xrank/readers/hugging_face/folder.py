@@ -55,11 +55,8 @@ class WeightIndex(Struct, frozen=True):
 def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
     """Return the index of a folder; None without one, and for one that an earlier save left.
 
-    Args:
-        folder: the model's folder.
-        name: the index's name.
-        whole: name of the file for a whole model. transformers loads that file even beside an index: a save of one file
-            over one of several leaves the index behind (modeling_utils.py: save_pretrained).
+    transformers loads the file `whole` of a whole model even beside an index: a save of one file over one of several
+    leaves the index behind (modeling_utils.py: save_pretrained).
     """
     index = _parse_index(folder, name)
     if index is None or whole not in places.list_names(folder) or whole in index.weight_map.values():
@@ -125,7 +122,7 @@ def is_one_of_several(name: str) -> bool:
     return match is not None and int(match[3]) > 1
 
 
-def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightIndex | None) -> list[str]:
+def list_files(folder: str, is_weights: Callable[[str], object], index: WeightIndex | None) -> list[str]:
     """Return the names of a folder's weight files: those in its index, or all without an index."""
     entries = places.list_names(folder)
     names = sorted(filter(is_weights, entries))
@@ -224,15 +221,8 @@ def check_placeholders(
     """Refuse float tensors of shape [0], which ZeRO-3 leaves if a rank saves a model whose weights it does not hold.
 
     Without ZeRO's files beside them, a few are a model's own empty tensors, unless they have the name of a module's
-    parameter: ZeRO-3 leaves a placeholder for each large parameter.
-
-    Args:
-        kinds: dtypes and shapes of the tensors, by name.
-        files: path of each tensor's file, by name.
-        hints: with the shapes of the base model, which may have such a tensor, and the tensors that are left out.
-
-    Returns:
-        A note on empty tensors that are not refused.
+    parameter: ZeRO-3 leaves a placeholder for each large parameter. Returns a note on those. `kinds` are the tensors'
+    dtypes and shapes, by name; the base model in the hints may have such a tensor.
     """
     is_float = {name: dtypes.dtype(kind).is_float for name, (kind, _) in kinds.items()}
     empty = [
@@ -272,12 +262,10 @@ _METADATA = "metadata.pkl"
 
 
 def is_rank_part(name: str, beside: Collection[str]) -> bool:
-    """Return whether a safetensors file has a rank's parts of tensors.
+    """Return whether a safetensors file has a rank's parts of tensors; `beside` are all entries of its folder.
 
-    Args:
-        name: the file's name.
-        beside: the names of all entries of its folder. accelerate gives a second whole model a number, too, but its
-            first model has none: ``model.safetensors``, ``model_1.safetensors``.
+    accelerate gives a second whole model a number, too, but its first model has none: ``model.safetensors``,
+    ``model_1.safetensors``.
     """
     numbered = _NUMBERED_PART.fullmatch(name)
     if numbered is None:

@@ -53,15 +53,12 @@ class ShardGrid(Struct, frozen=True):
         """Return the paths of files that may be missing; a rank without a piece for a file writes none."""
         # A name may claim any rank and number of files, so the list ends at what can be shown.
         absent = (
-            self._name(rank, number)
+            os.path.join(self.folder, f"shard-{rank:05d}-model-{number:05d}-of-{self.num_files:05d}.safetensors")
             for rank in range(1, (self.num_ranks or max(self.ranks)) + 1)
             for number in range(1, self.num_files + 1)
             if (rank, number) not in self.files
         )
         return list(islice(absent, _MAX_SHOWN))
-
-    def _name(self, rank: int, number: int) -> str:
-        return os.path.join(self.folder, f"shard-{rank:05d}-model-{number:05d}-of-{self.num_files:05d}.safetensors")
 
     def text(self) -> str:
         """Return a short description of the ranks that wrote files."""

@@ -41,10 +41,6 @@ def locate_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> Loc
 
     A DTensor becomes its local tensor and brings its layout. If its mesh does not contain this rank, it is left out,
     because the rank holds no part of it. `layouts` are those of the plain tensors.
-
-    Raises:
-        UsageError: a state cannot hold a name or a tensor.
-        LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
     if not isinstance(weights, Mapping):
         raise UsageError(f"the weights are a {type(weights).__name__}", want="a dict from names to tensors")

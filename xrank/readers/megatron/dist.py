@@ -25,11 +25,11 @@ from xrank.readers.megatron.layouts import DECODER, LAYER
 from xrank.readers.megatron.run import (
     ParallelSizes,
     check_iteration,
+    describe_iteration,
     explain_mismatch,
     parallel_sizes,
     plain_args,
     resolve_folder,
-    sibling_iterations,
 )
 from xrank.readers.records import note_bare_files, note_foreign_names, outside_error, read_small, read_start
 from xrank.storage import places
@@ -84,6 +84,7 @@ class MegatronDistReader:
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         ranks = sorted({rank for name in metadata.files if (rank := rank_of_file(name)) is not None})
         world = sizes.world if sizes is not None and sizes.world else ranks[-1] + 1 if ranks else None
+        notes = _notes(folder, metadata, tensors, pieces, args)
         return StoredModel(
             format=self.name,
             path=path,
@@ -95,11 +96,7 @@ class MegatronDistReader:
             args=args,
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=(
-                *note_foreign_names({origin.path: archive.foreign}),
-                *_notes(folder, metadata, tensors, pieces, args),
-                *hash_notes,
-            ),
+            notes=(*note_foreign_names({origin.path: archive.foreign}), *notes, *hash_notes),
             hashes=hashes,
             details=_details(folder, metadata, tensors, args, sizes),
         )
@@ -182,7 +179,6 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
 
 
 def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
-    """Return the model's tensors by the model's names."""
     kept = {name: tensor for name, tensor in metadata.tensors.items() if not _LEFT_OUT.fullmatch(name)}
     if not kept:
         raise Origin(metadata.path).usage(
@@ -259,8 +255,6 @@ def _details(
     sizes: ParallelSizes | None,
 ) -> dict[str, Any]:
     known = args or {}
-    own = os.path.basename(places.real(folder))
-    siblings = sibling_iterations(os.path.dirname(places.real(folder)))
     vocab_size = known.get("vocab_size")
     true = "how many are no padding is not recorded" if vocab_size is None else f"{vocab_size} true"
     num_rows = next((t.shape[0] for n, t in tensors.items() if n.endswith("word_embeddings.weight") and t.shape), None)
@@ -268,8 +262,7 @@ def _details(
     size = size_text(sum(int(tensor.nbytes.sum()) for tensor in left))
     experts = re.compile(r".*experts\..*(?:local_experts\.\d+\..*|weight\d+|bias\d+)")
     return {
-        "iteration": own,
-        "iterations": siblings if own in siblings else [own],
+        **describe_iteration(folder),
         "parallel": None if sizes is None else str(sizes),
         "layers": _form(tensors, _LAYER, "decoder.layers."),
         "experts": _form(tensors, experts, ".experts."),

@@ -201,10 +201,7 @@ def count_experts(names: Iterable[str]) -> int:
 def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
     """Return a tensor's name in the whole model, and whether it belongs to one expert.
 
-    Args:
-        name: the name with layers counted in the chunk of their stage, and experts on their rank.
-        first_layer: the number of the chunk's first layer.
-        first_expert: the number of the rank's first expert.
+    The name counts layers in the chunk of their stage, and experts on their rank, which begin at these numbers.
     """
     found = LAYER.fullmatch(name)
     if found is not None:
@@ -248,10 +245,8 @@ def is_projection(name: str) -> bool:
 def projections(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int]]:
     """Yield (name of a linear_fc1's weight, its rows, the rows of one projection).
 
-    The rows of one projection equal the columns of linear_fc2; without a linear_fc2 nothing is yielded.
-
-    Args:
-        shapes: name -> shape of all weights, cut or whole; GroupedMLP's as from `shape_of_grouped`.
+    The rows of one projection equal the columns of linear_fc2; without a linear_fc2 nothing is yielded. `shapes` are
+    those of all weights, cut or whole; GroupedMLP's as from `shape_of_grouped`.
     """
     for name, one in shapes.items():
         pair = _FC1.sub(lambda found: "linear_fc2" if found[1] else "weight2", name)

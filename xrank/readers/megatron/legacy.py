@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from xrank.errors import LayoutError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, option
 from xrank.formats.pickles import inert_error
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
-from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout import TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.claims import HeldTensor, pieces_of
 from xrank.readers.megatron.layouts import (
     LAYER,
     count_experts,
@@ -36,30 +35,198 @@ from xrank.readers.megatron.layouts import (
     whole_name,
 )
 from xrank.readers.megatron.run import (
-    FILE,
-    Chunk,
-    GridPlace,
     ParallelSizes,
-    check_agreement,
-    check_grid,
     check_iteration,
-    count_layers,
+    describe_iteration,
     explain_mismatch,
-    first_layers,
-    grid_text,
-    has_encoder,
-    list_folders,
     parallel_sizes,
-    places_of,
     plain_args,
     resolve_folder,
-    sibling_iterations,
 )
+from xrank.readers.placement import HeldTensor, pieces_of, shared_mesh
 from xrank.readers.records import CopiedValues, Records, Subject, nbytes_below
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text
 
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCII)
+_MAX_RANKS = 1 << 20
+
+
+class GridPlace(Struct, frozen=True, order=True):
+    """Place of a file's rank in the grid; places sort like the ranks of a run without data parallelism."""
+
+    pipeline: int
+    expert: int
+    tensor: int
+
+    def rank(self, sizes: ParallelSizes) -> int:
+        """Return the rank's number; tensor-parallel ranks vary fastest."""
+        return self.tensor + sizes.tensor * (self.expert + sizes.expert * self.pipeline)
+
+    def folder(self, sizes: ParallelSizes) -> str:
+        """Return the name of the rank's folder."""
+        name = f"mp_rank_{self.tensor:02d}"
+        if sizes.pipeline > 1:
+            name += f"_{self.pipeline:03d}"
+        return f"{name}_{self.expert:03d}" if sizes.expert > 1 else name
+
+
+def list_folders(folder: str) -> list[str]:
+    """Return the names of the ranks' folders in a checkpoint."""
+    names = filter(_FOLDER.fullmatch, places.list_names(folder))
+    return sorted(name for name in names if places.is_folder(os.path.join(folder, name)))
+
+
+def places_of(sizes: ParallelSizes, folder: str) -> tuple[GridPlace, ...]:
+    """Return the places for which a run writes files."""
+    if sizes.tensor * sizes.pipeline * sizes.expert > _MAX_RANKS:
+        step = "copy the folder again from where it was written"
+        raise Origin(folder).usage("its args record more than a million ranks", str(sizes), next_step=step)
+    pairs: Iterable[tuple[int, int]] = product(range(sizes.tensor), range(sizes.expert))
+    if sizes.expert > 1 and sizes.expert_tensor != sizes.tensor:
+        if sizes.tensor % sizes.expert_tensor or sizes.world is None or sizes.world % sizes.pipeline:
+            raise Origin(folder).usage(
+                "its experts are cut over another number of ranks than other layers, which is not supported",
+                f"{sizes}, world size {sizes.world}",
+                "ETP that divides TP, and a world size",
+                "save with --ckpt-format torch_dist",
+            )
+        pairs = _list_writers(sizes, sizes.world // sizes.pipeline)
+    return tuple(sorted(GridPlace(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
+
+
+def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]:
+    """Yield tensor and expert ranks of the writers: the first rank of each data-parallel group.
+
+    Dense layers and experts divide the ranks of a stage in two ways (parallel_state.py: RankGenerator); tensor
+    parallelism varies fastest in both.
+    """
+    # The world size comes from a file, which may be damaged: the loop must end.
+    for rank in range(min(stage_size, _MAX_RANKS)):
+        if rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert:
+            yield rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert
+
+
+def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> None:
+    """Check that exactly the files of the run's ranks are present."""
+    wanted = {place.folder(sizes): place for place in cells}
+    missing = [name for name in wanted if not places.is_present(os.path.join(folder, name, FILE))]
+    if missing:
+        place = wanted[missing[0]]
+        files = list_text((f"{name}/{FILE}" for name in missing), 3)
+        raise IncompleteError(
+            f"{files}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
+            rank=place.rank(sizes),
+            file=os.path.join(folder, missing[0], FILE),
+            got=f"{len(wanted) - len(missing)} files; missing: {list_text(missing, 16)}",
+            want=f"{len(wanted)}, for {sizes}",
+            next_step=f"copy {missing[0]} from where it was written, then {AGAIN}; nothing was written",
+        )
+    surplus = [name for name in found if name not in wanted]
+    if surplus:
+        raise Origin(os.path.join(folder, surplus[0])).contradiction(
+            "is not a rank of this run",
+            list_text(surplus),
+            f"{len(wanted)} folders for {sizes}",
+            "move the folders of another run elsewhere, or give the path of the checkpoint's own folder",
+        )
+
+
+def grid_text(found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> list[str]:
+    """Return, for display, the tensor-parallel ranks with and without files, by stage and expert rank."""
+    there = set(found)
+    rows: dict[tuple[int, int], list[GridPlace]] = {}
+    for place in cells:
+        rows.setdefault((place.pipeline, place.expert), []).append(place)
+    return [
+        f"PP {pipeline}, EP {expert}: "
+        + ", ".join(f"TP {p.tensor} {'present' if p.folder(sizes) in there else 'missing'}" for p in row)
+        for (pipeline, expert), row in sorted(rows.items())
+    ]
+
+
+Chunk = tuple[int, int]
+"""Virtual chunk and pipeline stage. Sorted, the chunks contain a model's layers in order."""
+
+_ENCODER_LAYER = re.compile(r"encoder\.layers\.(0|[1-9]\d{0,8})\..*", re.ASCII)
+
+# With these settings, num_layers alone does not determine a stage's share (megatron/training/arguments.py).
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_split_rank",
+)
+_FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+_LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+
+
+def count_layers(names: Iterable[str], file: str, rank: int) -> int:
+    """Return the number of layers in a chunk: the decoder's, or in a model without one (BERT) the encoder's."""
+    held = tuple(names)
+    stack = "decoder" if any(map(LAYER.fullmatch, held)) else "encoder"
+    pattern = LAYER if stack == "decoder" else _ENCODER_LAYER
+    numbers = {int(found[1]) for name in held if (found := pattern.fullmatch(name))}
+    missing = next((layer for layer in range(len(numbers)) if layer not in numbers), None)
+    if missing is not None:
+        raise Origin(file, rank).contradiction(
+            f"contains nothing of {stack}.layers.{missing}, but contains later layers",
+            f"{len(numbers)} layers, up to {max(numbers)}",
+            "layers counted from 0 on",
+            "copy the file again from where it was written",
+            tensor=f"{stack}.layers.{missing}",
+        )
+    return len(numbers)
+
+
+def first_layers(
+    counts: Mapping[Chunk, int], sizes: ParallelSizes, args: Mapping[str, Any], file: str
+) -> dict[Chunk, int]:
+    """Return the number of each chunk's first layer in the whole model."""
+    num_layers = args.get("num_layers")
+    if type(num_layers) is int and sum(counts.values()) != num_layers:
+        total = sum(counts.values())
+        raise _contradiction("all stages together do not contain", total, num_layers, "args.num_layers", file)
+    # The files' own counts decide; the arguments can only contradict them, because they leave uneven splits open.
+    expected = _expect_counts(sizes, args)
+    first, total = {}, 0
+    for chunk in sorted(counts):
+        if expected is not None and counts[chunk] != expected[chunk]:
+            where = f"pipeline stage {chunk[1]}" + (f", chunk {chunk[0]}," if sizes.virtual > 1 else "")
+            raise _contradiction(f"{where} does not contain", counts[chunk], expected[chunk], "its args", file)
+        first[chunk] = total
+        total += counts[chunk]
+    return first
+
+
+def _contradiction(what: str, got: int, want: int, source: str, file: str) -> ContradictionError:
+    return Origin(file).contradiction(f"{what} the number of layers in {source}", f"{got} layers", f"{want} layers")
+
+
+def _expect_counts(sizes: ParallelSizes, args: Mapping[str, Any]) -> dict[Chunk, int] | None:
+    """Return each chunk's number of layers by the arguments; None if they do not determine it in a simple way."""
+    total = args.get("num_layers")
+    if type(total) is not int or any(args.get(key) for key in _UNEVEN):
+        return None
+    ends: dict[int, int] = {}
+    for stage, keys in ((0, _FIRST), (sizes.pipeline - 1, _LAST)):
+        number = next((args[key] for key in keys if args.get(key) is not None), None)
+        if type(number) is int:
+            ends[stage] = number
+    middle = sizes.pipeline - len(ends)
+    rest = total - sum(ends.values())
+    if rest < 0 or (middle and rest % middle) or (not middle and rest):
+        return None
+    stages = {stage: ends.get(stage, rest // middle if middle else 0) for stage in range(sizes.pipeline)}
+    if any(count % sizes.virtual for count in stages.values()):
+        return None
+    return {(chunk, stage): count // sizes.virtual for stage, count in stages.items() for chunk in range(sizes.virtual)}
+
+
+# Arguments in which ranks of one run may differ: identity, place and time.
+_OWN = re.compile(r"(?:.*_)?(?:rank|host|hostname|device|pid|port|addr|time|start_time|timestamp)(?:_.*)?")
 EXTRA_STATE = "_extra_state"
 _VERSION = 3.0
 _CHUNK = re.compile(r"model(0|[1-9]\d{0,3})", re.ASCII)
@@ -130,6 +297,16 @@ def _tensors(module: object, origin: Origin) -> dict[str, ArchivedTensor]:
             error.about(tensor=name)
             raise error
     return tensors
+
+
+def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str, Any], file: str) -> None:
+    """Check that two ranks' arguments are those of one run."""
+    for key in sorted({*first, *args}):
+        ours, theirs = (values.get(key, "<missing>") for values in (args, first))
+        # repr compares types, too, and makes NaN equal NaN.
+        if not _OWN.fullmatch(key) and repr(ours) != repr(theirs):
+            problem = f"belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs"
+            raise Origin(file).contradiction(problem, ascii(ours)[:200], f"{ascii(theirs)[:200]}, as in {first_file}")
 
 
 def check_identities(
@@ -209,15 +386,13 @@ def collect_parts(
                 parts.held.append(_part_of(local_name, file, tensor, index(tensor.key), sizes))
                 parts.tensors.append(tensor)
                 parts.places.append(place)
+    order: dict[str, tuple[int, int]] = {}
     # Virtual chunks alternate over stages: chunk 0 of all stages, then chunk 1.
-    whole = [item for chunk in found.values() for item in chunk.items()]
-    return dict(sorted(whole, key=_model_order))
-
-
-def _model_order(item: tuple[str, TensorParts]) -> tuple[int, int]:
-    """Sort the embedding first, then layers by number, then the rest; names of one layer keep the files' order."""
-    found = LAYER.fullmatch(item[0])
-    return (1, int(found[1])) if found else (0 if item[0].startswith("embedding.") else 2, 0)
+    for name in (name for chunk in found.values() for name in chunk):
+        # The embedding first, then layers by number, then the rest; names of one layer keep the files' order.
+        layer_of = LAYER.fullmatch(name)
+        order[name] = (1, int(layer_of[1])) if layer_of else (0 if name.startswith("embedding.") else 2, 0)
+    return {name: by_name[name] for name in sorted(order, key=order.__getitem__)}
 
 
 def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, sizes: ParallelSizes) -> int:
@@ -358,7 +533,7 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
     lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
     # A tensor that no axis cuts still needs a mesh: it is whole on each rank of tp.
     axes = tuple(axis for axis in lengths if any(axis in used for used in layout.cut_axes)) or ("tp",)
-    mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
+    mesh = shared_mesh(tuple(lengths[axis] for axis in axes), axes)
     try:
         places = []
         for place in parts.places:
@@ -384,11 +559,6 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
         step = "correct the layout file; its axes are tp and etp"
         raise subject.make(LayoutError, error.message, error.got, error.want, step) from None
     return pieces_of(parts.name, parts.held, shape, nests)
-
-
-@lru_cache(maxsize=16)
-def _mesh(axes: tuple[str, ...], lengths: tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh(lengths, axes)
 
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -431,7 +601,12 @@ class MegatronLegacyReader:
         # Needs the layouts: tensors that ranks share do not tell their files apart.
         check_identities(files, sizes, find_own_tensors(tensors, layouts))
         shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
-        aliases = _find_ties(tensors, first.args)
+        pairs = {name: name.removesuffix(_HEAD) + _EMBEDDING for name in tensors if name.endswith(_HEAD)}
+        # The last stage's copy of the embedding, if the two are one tensor (models/gpt/gpt_model.py).
+        is_tied = first.args.get("untie_embeddings_and_output_weights") is False
+        aliases = {head: target for head, target in pairs.items() if is_tied and target in tensors}
+        num_extra = sum(file.num_extra for file in files.values())
+        text = f"{num_extra:,} _extra_state entries (Transformer Engine's own) were left out"
         return StoredModel(
             format=self.name,
             path=path,
@@ -444,15 +619,14 @@ class MegatronLegacyReader:
             args=first.args,
             nbytes=records.nbytes,
             skipped_nbytes=max(nbytes_below(folder) - records.nbytes, 0),
-            notes=_notes(files, records),
+            notes=(*([("extra-state", text)] if num_extra else []), *records.notes()),
             details=_details(folder, found, sizes, cells, counts, starts, aliases),
         )
 
 
 def _holds(path: str) -> bool:
-    return places.is_folder(path) and any(
-        places.is_present(os.path.join(path, name, FILE)) for name in list_folders(path)
-    )  # fmt: skip
+    names = list_folders(path) if places.is_folder(path) else ()
+    return any(places.is_present(os.path.join(path, name, FILE)) for name in names)
 
 
 def _layers(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
@@ -460,7 +634,7 @@ def _layers(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes) -
     counts: dict[Chunk, int] = {}
     for place, file in files.items():
         for number, chunk in enumerate(file.chunks):
-            if sizes.pipeline * sizes.virtual > 1 and has_encoder(chunk):
+            if sizes.pipeline * sizes.virtual > 1 and any(map(_ENCODER_LAYER.fullmatch, chunk)):  # BERT, T5
                 raise file.origin.usage(
                     "contains layers of an encoder, which each stage counts from 0: the number of layers in earlier "
                     "stages is unknown",
@@ -492,22 +666,6 @@ def _check_alike(files: Mapping[GridPlace, MegatronRankFile]) -> None:
                 raise subject.contradiction(problem, "no part", "a part, or a copy")
 
 
-def _find_ties(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> dict[str, str]:
-    """Return the last stage's copy of the embedding if the two are one tensor (models/gpt/gpt_model.py)."""
-    if args.get("untie_embeddings_and_output_weights") is not False:
-        return {}
-    pairs = {name: name.removesuffix(_HEAD) + _EMBEDDING for name in tensors if name.endswith(_HEAD)}
-    return {head: embedding for head, embedding in pairs.items() if embedding in tensors}
-
-
-def _notes(files: Mapping[GridPlace, MegatronRankFile], records: Records) -> tuple[tuple[str, str], ...]:
-    notes = []
-    num_extra = sum(file.num_extra for file in files.values())
-    if num_extra:
-        notes.append(("extra-state", f"{num_extra:,} _extra_state entries (Transformer Engine's own) were left out"))
-    return (*notes, *records.notes())
-
-
 def _details(
     folder: str,
     found: Sequence[str],
@@ -517,16 +675,13 @@ def _details(
     starts: Mapping[Chunk, int],
     aliases: Mapping[str, str],
 ) -> dict[str, Any]:
-    own = os.path.basename(places.real(folder))
-    siblings = sibling_iterations(os.path.dirname(places.real(folder)))
     stages = {}
     for (chunk, stage), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
         name = f"PP {stage}" + (f", chunk {chunk}" if sizes.virtual > 1 else "")
         start = starts[chunk, stage]
         stages[name] = f"layers {start}-{start + count - 1}" if count else "no layers"
     return {
-        "iteration": own,
-        "iterations": siblings if own in siblings else [own],
+        **describe_iteration(folder),
         "parallel": str(sizes),
         "grid": grid_text(found, sizes, cells),
         "stages": stages,

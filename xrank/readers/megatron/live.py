@@ -69,11 +69,8 @@ class MegatronMesh(Struct, frozen=True):
 def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
     """Return the meshes of a rank; None if the arrangement of the ranks is unknown.
 
-    Args:
-        mesh: a `DeviceMesh`, torch's, or the two factorings from `xrank.layout.mesh.megatron_views`. None:
-            Megatron's process groups, if the program has made them; a single process is a mesh of one rank.
-        rank: this rank.
-        world_size: the number of ranks.
+    `mesh` is a `DeviceMesh`, torch's, or the two factorings from `xrank.layout.mesh.megatron_views`. Without it,
+    Megatron's process groups count, if the program has made them; a single process is a mesh of one rank.
     """
     if mesh is not None:
         if not isinstance(mesh, MeshViews | DeviceMesh):
@@ -383,12 +380,7 @@ def megatron_tensors(
     """Return this rank's tensors, by names of the whole model, and their places.
 
     The last stage's copy of a tied embedding gets the embedding's name: a replica, as in Megatron's own checkpoints.
-
-    Args:
-        model: a module, or the virtual chunks of a stage; wrappers with it as ``module`` are removed.
-        mesh: the rank's place.
-        layouts: rules for tensors that are cut in another way; a rule overrides everything else.
-        rank: this rank.
+    A rule of `layouts`, for a tensor that is cut in another way, overrides everything else.
     """
     chunks = [_unwrap(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
     # A mesh from Megatron's own process groups needs no check.

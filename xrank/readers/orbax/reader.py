@@ -6,7 +6,6 @@ import os
 import re
 from array import array
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import BytesIO
@@ -15,6 +14,7 @@ from typing import NoReturn
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.errors import AGAIN, CorruptError, IncompleteError, option
@@ -35,8 +35,16 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.stored_model import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.names import ChosenPart, SavedTree, is_left_out, part_details, part_notes, select_model
-from xrank.readers.records import Subject, find_step, read_small
+from xrank.readers.names import (
+    ChosenPart,
+    SavedTree,
+    describe_families,
+    is_left_out,
+    part_details,
+    part_notes,
+    select_model,
+)
+from xrank.readers.records import Records, Subject, find_step, read_small
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
@@ -209,7 +217,6 @@ class ChunkLister:
                 yield StoredValue(value.file, value.offset + offset, size), begin
 
     def _read_end(self, one: ChosenArray, value: StoredValue, path: str, nbytes: int) -> bytes:
-        """Return the last bytes of a value."""
         if value.data is not None:
             return value.data[-nbytes:]
         if self._last is None or self._last.origin.path != path:
@@ -328,7 +335,6 @@ def _has_elements_beyond(one: ChosenArray, chunk: Chunk, inside: Sequence[int], 
 
 @contextmanager
 def _open_chunk(one: ChosenArray, chunk: Chunk, path: str) -> Iterator[Readable]:
-    """Yield a chunk's decoded bytes to read in order."""
     value = chunk.value
     opened = nullcontext() if value.data is not None else open_regular(path)
     with opened as file:
@@ -392,19 +398,6 @@ class TreeLeaf(Struct, frozen=True):
         return ".".join(map(str, self.keys))
 
 
-def explain_mismatch(path: str) -> str | None:
-    """Return None if a path is a tree of Orbax or a step with one, otherwise the reason why not."""
-    if not places.is_folder(path):
-        return "not a folder"
-    folder = places.absolute(path)
-    # An item of an unfinished step may be finished itself.
-    if any(_UNFINISHED in os.path.basename(each) for each in (folder, os.path.dirname(folder))):
-        return "a save that Orbax has not finished"
-    if _is_tree(path) or _find_items(path):
-        return None
-    return "no _METADATA of Orbax, and no step with an item that has one"
-
-
 class ChosenTree(Struct, frozen=True):
     """The tree of a folder that is read."""
 
@@ -460,13 +453,6 @@ def _is_tree(path: str) -> bool:
     return not _TREE_NAMES.isdisjoint(names) or any(name.startswith("ocdbt.process_") for name in names)
 
 
-def find_world_size(folder: str) -> int | None:
-    """Return the number of processes that wrote a tree; None if their names show none."""
-    own = os.path.join(folder, "array_metadatas")
-    names = [*places.list_names(folder), *(places.list_names(own) if places.is_folder(own) else ())]
-    return max((int(match[1]) + 1 for match in map(_PROCESS.fullmatch, names) if match is not None), default=None)
-
-
 def read_leaves(folder: str) -> Sequence[TreeLeaf]:
     """Return the leaves of a tree, without empty ones."""
     path = os.path.join(folder, TREE)
@@ -517,7 +503,7 @@ def _locate(
         lister = ChunkLister(store, stack)
         for one in chosen:
             chunks = list(lister.list(one))
-            numbers = int_array(records.add(one, chunk) for chunk in chunks)
+            numbers = int_array(records.add_chunk(one, chunk) for chunk in chunks)
             check_edges(store, one, chunks)
             ranks = int_array(chunk.rank for chunk in chunks)
             nests = _nests(one.array, chunks)
@@ -525,18 +511,18 @@ def _locate(
     return tuple(records.files), records.table(), tuple(shards)
 
 
-class _Records:
-    """Files and records in the order in which they are added."""
+class _Records(Records):
+    """Files and records, of which some lie encoded in their file, or in metadata."""
 
     def __init__(self, folder: str) -> None:
-        self.files: list[SourceFile] = []
+        super().__init__()
         self._folder = folder
         self._numbers: dict[str, int] = {}
-        self._columns = [array("q") for _ in range(5)]
+        self._encoded = array("q")
         self._inline: dict[int, bytes] = {}
         self._inline_nbytes = 0
 
-    def add(self, one: ChosenArray, chunk: Chunk) -> int:
+    def add_chunk(self, one: ChosenArray, chunk: Chunk) -> int:
         """Return the index of a chunk's record."""
         value, nbytes = chunk.value, one.array.chunk_nbytes
         path = os.path.join(self._folder, value.file)
@@ -547,7 +533,7 @@ class _Records:
             with open_regular(path) as file:
                 number = self._numbers[value.file] = len(self.files)
                 self.files.append(SourceFile.from_status(path, file.status))
-        record, encoded = len(self._columns[0]), PLAIN
+        record, encoded = len(self._encoded), PLAIN
         if value.data is not None:
             self._inline_nbytes += nbytes
             if self._inline_nbytes > _MAX_INLINE_NBYTES:
@@ -565,15 +551,14 @@ class _Records:
                 encoded = value.nbytes
             elif value.nbytes != nbytes:
                 _raise_size(one, value.nbytes, path)
-        for column, item in zip(self._columns, (number, value.offset, nbytes, NO_CHECKSUM, encoded), strict=True):
-            column.append(item)
-        return record
+        self._encoded.append(encoded)
+        return self._add(number, value.offset, nbytes, NO_CHECKSUM)
 
     def table(self) -> RecordTable:
         """Return all records."""
-        file, offset, nbytes, crc32, encoded = (np.array(column, dtype=np.int64) for column in self._columns)
+        encoded = np.array(self._encoded, dtype=np.int64)
         encoded_nbytes = encoded if (encoded != PLAIN).any() else None
-        return RecordTable(file, offset, nbytes, crc32, encoded_nbytes=encoded_nbytes, inline=self._inline)
+        return replace(super().table(), encoded_nbytes=encoded_nbytes, inline=self._inline)
 
 
 def _decode(one: ChosenArray, data: bytes, path: str) -> bytes:
@@ -626,54 +611,52 @@ class OrbaxReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a tree of Orbax, or for a step with one."""
-        return explain_mismatch(path)
+        if not places.is_folder(path):
+            return "not a folder"
+        folder = places.absolute(path)
+        # An item of an unfinished step may be finished itself.
+        if any(_UNFINISHED in os.path.basename(each) for each in (folder, os.path.dirname(folder))):
+            return "a save that Orbax has not finished"
+        if _is_tree(path) or _find_items(path):
+            return None
+        return "no _METADATA of Orbax, and no step with an item that has one"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of the model lies; errors as in `Reader.read`."""
         chosen = choose_tree(path, hints.part)
         store = open_store(chosen.folder)
-        saved = _read_tree(chosen.folder, store)
-        tree = SavedTree(
-            os.path.join(chosen.folder, TREE),
-            {name: array.shape for name, array in saved.arrays.items()},
-            saved.values,
-            saved.paths,
-            lambda name: saved.arrays[name].nbytes,
-        )
+        tree, saved = _read_tree(chosen.folder, store)
         part = select_model(tree, chosen.part)
         keys = dict(part.tensors)
         while keys and all(name.startswith(_VARIABLES) for name in keys):
             keys = {name.removeprefix(_VARIABLES): key for name, key in keys.items()}
-        arrays = [ChosenArray(name, key, saved.arrays[key]) for name, key in keys.items()]
+        arrays = [ChosenArray(name, key, saved[key]) for name, key in keys.items()]
         files, records, shards = _locate(store, arrays)
         kept_nbytes = sum(one.array.nbytes for one in arrays)
+        # The number of processes that wrote the tree, if names show it.
+        own = os.path.join(chosen.folder, "array_metadatas")
+        names = [*places.list_names(chosen.folder), *(places.list_names(own) if places.is_folder(own) else ())]
+        world_size = max((int(found[1]) + 1 for found in map(_PROCESS.fullmatch, names) if found), default=None)
+        grids = ((one.name, one.array.grid) for one in arrays)
+        chunks = ((name, " x ".join(map(str, grid)) if prod(grid) > 1 else "whole") for name, grid in grids)
         return StoredModel(
             format=self.name,
             path=path,
             files=files,
             records=records,
             shards=shards,
-            world_size=find_world_size(chosen.folder),
+            world_size=world_size,
             part=hints.part,
             step=chosen.step,
             nbytes=int(records.stored_nbytes.sum()) + sum(map(len, records.inline.values())),
-            skipped_nbytes=sum(array.nbytes for array in saved.arrays.values()) - kept_nbytes,
+            skipped_nbytes=sum(array.nbytes for array in saved.values()) - kept_nbytes,
             notes=tuple(_notes(part, chosen)),
-            details={**part_details(part), "chunks": _describe_grids(arrays)},
+            details={**part_details(part), "chunks": describe_families(chunks)},
         )
 
 
-class _SavedArrays(Struct, frozen=True):
-    """All leaves of a tree, by their names in the store."""
-
-    arrays: Mapping[str, ZarrArray]
-    paths: Mapping[str, tuple[str | int, ...]]
-    values: Sequence[str]
-    """Leaves that are not arrays."""
-
-
-def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
-    """Return the leaves of a tree."""
+def _read_tree(folder: str, store: ArrayStore) -> tuple[SavedTree, Mapping[str, ZarrArray]]:
+    """Return the leaves of a tree, and its arrays, by their names in the store."""
     leaves = read_leaves(folder)
     found = {leaf.name: read_array(store, leaf.name) if leaf.is_array else None for leaf in leaves}
     for leaf in leaves:
@@ -692,11 +675,15 @@ def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
             "the names of all arrays",
             f"copy the checkpoint again from where it was written, then {AGAIN}; or take another step",
         )
-    return _SavedArrays(
-        {name: array for name, array in found.items() if array is not None},
+    arrays = {name: array for name, array in found.items() if array is not None}
+    tree = SavedTree(
+        os.path.join(folder, TREE),
+        {name: array.shape for name, array in arrays.items()},
+        [name for name in found if name not in arrays],
         {leaf.name: leaf.keys for leaf in leaves},
-        [leaf.name for leaf in leaves if found[leaf.name] is None],
+        lambda name: arrays[name].nbytes,
     )
+    return tree, arrays
 
 
 def _notes(part: ChosenPart, chosen: ChosenTree) -> list[tuple[str, str]]:
@@ -707,12 +694,3 @@ def _notes(part: ChosenPart, chosen: ChosenTree) -> list[tuple[str, str]]:
         notes.append(("left-out", f"values that are not arrays were left out: {list_text(sorted(part.values), 3)}"))
     notes.append(("no-checksums", "Orbax records no checksums of chunks; not all damage inside one can be seen"))
     return notes
-
-
-def _describe_grids(chosen: Sequence[ChosenArray]) -> dict[str, str]:
-    """Return the number of chunks in each dim, by families of names."""
-    grids: dict[str, Counter[str]] = {}
-    for one in chosen:
-        grid = " x ".join(map(str, one.array.grid)) if prod(one.array.grid) > 1 else "whole"
-        grids.setdefault(re.sub(r"\d+", "#", one.name), Counter())[grid] += 1
-    return {family: ", ".join(sorted(counts)) for family, counts in sorted(grids.items())}
