@@ -199,7 +199,7 @@ class Claims:
 
     def find(self, name: str, held: HeldTensor) -> Claim | None:
         """Return the claim of a rank's part; None if it is unknown how its tensor is cut."""
-        given = self.find_in_file(name)
+        given = None if self._layouts is None else self.find_in_file(name)
         if held.layout is None:
             return given
         if held.mesh is None or held.rank not in held.mesh:

@@ -10,7 +10,6 @@ from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
-from xrank.layout import DeviceMesh
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import check_one_owner
 from xrank.readers.base import Hints
@@ -131,13 +130,20 @@ class WorkspaceReader:
         records = Records()
         held: dict[str, list[HeldTensor]] = {}
         for state in states:
-            index, meshes = records.add_archive(state.archive), _meshes(state)
-            known = {} if state.record is None else state.record.tensors
+            index, record = records.add_archive(state.archive), state.record
+            try:
+                stated = record.meshes if record is not None else ()
+                meshes = [shared_mesh(shape, axes, ranks) for axes, shape, ranks in stated]
+            except LayoutError as error:
+                error.about(rank=state.rank, file=state.archive.path)
+                error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
+                raise
+            known = {} if record is None else record.tensors
             for key in state.archive.records:
                 index(key)
             for name, tensor in state.weights.items():
-                record = index(tensor.key)
-                part = HeldTensor.from_archive(tensor, rank=state.rank, file=state.archive.path, record=record)
+                number = index(tensor.key)
+                part = HeldTensor.from_archive(tensor, rank=state.rank, file=state.archive.path, record=number)
                 held.setdefault(name, []).append(part.as_recorded(known.get(name, TensorRecord()), meshes))
         placement = place_all(held, hints, world_size=len(states))
         first = states[0].record
@@ -159,27 +165,19 @@ class WorkspaceReader:
         )
 
 
-def _meshes(state: SavedState) -> list[DeviceMesh]:
-    try:
-        return [
-            shared_mesh(shape, names, ranks) for names, shape, ranks in (state.record.meshes if state.record else ())
-        ]
-    except LayoutError as error:
-        error.about(rank=state.rank, file=state.archive.path)
-        error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
-        raise
-
-
 def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
     """Return the config on which all ranks agree, or None if they have none."""
     first = states[0]
     for state in states[1:]:
-        key = _first_difference(first.config or {}, state.config or {}, ())
-        if key is not None:
+        difference = _first_difference(first.config or {}, state.config or {}, ())
+        if difference is not None:
+            path, theirs, ours = difference
+            # As Python writes it: keys may be empty, or contain dots and blanks.
+            place = "config" + "".join(f"[{repr_text(key)}]" for key in path)
             raise Origin(state.archive.path, state.rank).contradiction(
-                f"ranks {first.rank} and {state.rank} disagree about {_place(key)}",
-                f"{_look_up(state.config or {}, key)} on rank {state.rank}",
-                f"{_look_up(first.config or {}, key)}, as on rank {first.rank}",
+                f"ranks {first.rank} and {state.rank} disagree about {place}",
+                f"{ours} on rank {state.rank}",
+                f"{theirs}, as on rank {first.rank}",
                 f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
             )
     try:
@@ -194,32 +192,20 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
     return first.config or None
 
 
-def _first_difference(a: Any, b: Any, path: tuple[object, ...]) -> tuple[object, ...] | None:
-    """Return the keys, from the outermost in, at which two configs differ first."""
+def _first_difference(a: Any, b: Any, path: tuple[object, ...]) -> tuple[tuple[object, ...], str, str] | None:
+    """Return the keys, from the outermost in, at which two configs differ first, and what each has there."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}, key=repr_text):
             here = (*path, key)
             if key not in a or key not in b:
-                return here
+                in_a, in_b = (repr_text(side[key]) if key in side else "nothing" for side in (a, b))
+                return here, in_a, in_b
             deeper = _first_difference(a[key], b[key], here)
             if deeper is not None:
                 return deeper
         return None
     # Types count: 1, 1.0 and True are different values in JSON. repr makes NaN equal NaN.
-    return None if repr(a) == repr(b) else path
-
-
-def _look_up(config: Any, path: tuple[object, ...]) -> str:
-    for key in path:
-        if not isinstance(config, dict) or key not in config:
-            return "nothing"
-        config = config[key]
-    return repr_text(config)
-
-
-def _place(path: tuple[object, ...]) -> str:
-    """Return a place in a config as Python writes it: keys may be empty, or contain dots and blanks."""
-    return "config" + "".join(f"[{repr_text(key)}]" for key in path)
+    return None if repr(a) == repr(b) else (path, repr_text(a), repr_text(b))
 
 
 def _notes(states: Sequence[SavedState], placement: Placement, records: Records) -> tuple[tuple[str, str], ...]:

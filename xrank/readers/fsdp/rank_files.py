@@ -180,11 +180,64 @@ def _copy_error(origin: Origin, got: str, want: str | None = None) -> Contradict
     return origin.contradiction("is a copy of another rank's file", got, want or f"rank {origin.rank}", step)
 
 
+_MAX_EXTENT = 1 << 40
+
+
+class DTensorPart(Struct, frozen=True):
+    """A rank's part of a DTensor."""
+
+    local: ArchivedTensor
+    layout: str
+    """The placements in the notation of layouts."""
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+    """Global shape."""
+
+
+class _Placement(Struct, frozen=True):
+    """Has the names and methods of torch's placements, which `from_placements` reads."""
+
+    def is_shard(self) -> bool:
+        return isinstance(self, Shard)
+
+    def is_replicate(self) -> bool:
+        return isinstance(self, Replicate)
+
+    def is_partial(self) -> bool:
+        return isinstance(self, Partial)
+
+
+class Replicate(_Placement, frozen=True):
+    """A replica."""
+
+
+class Shard(_Placement, frozen=True):
+    """A part along a dim."""
+
+    dim: int
+
+
+class _StridedShard(_Placement, frozen=True):
+    dim: int
+    split_factor: int
+
+
+class Partial(_Placement, frozen=True):
+    """Addends of a sum."""
+
+    reduce_op: str
+
+
+class _OrderEntry(Struct, frozen=True):
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
 _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 
 
-class Meshes:
-    """The meshes of one rank's file; a mesh that many tensors share is read once."""
+class DTensors:
+    """Reads the DTensors of one rank's file, and their meshes; one that many tensors share is read once."""
 
     def __init__(self, archive: TorchArchive, rank: int) -> None:
         self._archive = archive
@@ -193,16 +246,67 @@ class Meshes:
         # Keyed by identity: the archive's value keeps the objects alive, and a pickle contains a shared object once.
         self._known: dict[int, DeviceMesh | None] = {}
         self._values: dict[str, list[int]] = {}
+        self._layouts: dict[object, str] = {}
 
-    def find(self, value: object) -> DeviceMesh | None:
+    def read_part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
+        """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank."""
+        state = attributes(wrapper.state)
+        spec = state.get("_spec")
+        if not is_object(spec, "DTensorSpec"):
+            raise self._origin.corrupt(f"{quote(name)}: the DTensor has no spec", type(spec).__name__)
+        fields = attributes(spec)
+        meta = fields.get("tensor_meta")
+        if is_object(meta, "TensorMeta"):
+            assert isinstance(meta, InertRecord) and meta.args is not None
+            shape = sizes_of(meta.args[0], self._origin) if meta.args else None
+            if shape != wrapper.shape:
+                raise self._origin.corrupt(
+                    f"{quote(name)}: the DTensor records two shapes", f"{shape} in its spec", f"{wrapper.shape}"
+                )
+        mesh = self._find_mesh(fields.get("mesh"))
+        if mesh is None:
+            return None
+        local = read_local_tensor(state.get("_local_tensor"), quote(name), wrapper.dtype, self._origin)
+        placements = tuple(self._placement(name, value) for value in _members(fields.get("placements")))
+        order = tuple(self._order_entry(name, value) for value in _members(fields.get("shard_order")))
+        # A model has thousands of DTensors, but a handful of ways to cut them.
+        key = (mesh, placements, order, len(wrapper.shape))
+        if key not in self._layouts:
+            try:
+                self._layouts[key] = str(from_placements(mesh, placements, len(wrapper.shape), order))
+            except LayoutError as error:
+                again = "copy the file again from where it was written"
+                error.about(name, tensor=name, rank=self._origin.rank, file=self._origin.path, next_step=again)
+                raise
+            except (LookupError, ValueError) as error:
+                raise self._origin.corrupt(f"{quote(name)}: the DTensor's placements are damaged", str(error)) from None
+        return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
+
+    def _placement(self, name: str, value: object) -> _Placement:
+        fields = attributes(value)
+        kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
+        placement = build_placement(kind, fields)
+        if placement is None:
+            problem, got = f"{name}: no layout can express one of its placements", quote(kind or type(value).__name__)
+            step = "redistribute the tensor to Shard or Replicate before it is saved"
+            raise self._origin.layout(problem, got, "Shard, Replicate or _StridedShard", step, tensor=name)
+        return placement
+
+    def _order_entry(self, name: str, value: object) -> _OrderEntry:
+        match value:
+            case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
+                return _OrderEntry(dim, axes)
+        raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", type(value).__name__)
+
+    def _find_mesh(self, value: object) -> DeviceMesh | None:
         """Return the mesh; None if it does not contain the rank, which then holds no part of the tensor."""
         if id(value) not in self._known:
             if not is_object(value, "DeviceMesh"):
                 raise self._origin.corrupt("a DTensor has no device mesh", type(value).__name__)
-            self._known[id(value)] = self._read(attributes(value))
+            self._known[id(value)] = self._read_mesh(attributes(value))
         return self._known[id(value)]
 
-    def _read(self, fields: Mapping[str, Any]) -> DeviceMesh | None:
+    def _read_mesh(self, fields: Mapping[str, Any]) -> DeviceMesh | None:
         if fields.get("_rank", self._rank) != self._rank:
             raise _copy_error(self._origin, f"rank {fields['_rank']}")
         if isinstance(fields.get("mesh"), ArchivedTensor):  # up to torch 2.9: a tensor of ranks
@@ -320,118 +424,6 @@ def _flat(value: object) -> tuple[int, ...]:
         else:
             return ()
     return tuple(found)
-
-
-_MAX_EXTENT = 1 << 40
-
-
-class DTensorPart(Struct, frozen=True):
-    """A rank's part of a DTensor."""
-
-    local: ArchivedTensor
-    layout: str
-    """The placements in the notation of layouts."""
-    mesh: DeviceMesh
-    shape: tuple[int, ...]
-    """Global shape."""
-
-
-class _Placement(Struct, frozen=True):
-    """Has the names and methods of torch's placements, which `from_placements` reads."""
-
-    def is_shard(self) -> bool:
-        return isinstance(self, Shard)
-
-    def is_replicate(self) -> bool:
-        return isinstance(self, Replicate)
-
-    def is_partial(self) -> bool:
-        return isinstance(self, Partial)
-
-
-class Replicate(_Placement, frozen=True):
-    """A replica."""
-
-
-class Shard(_Placement, frozen=True):
-    """A part along a dim."""
-
-    dim: int
-
-
-class _StridedShard(_Placement, frozen=True):
-    dim: int
-    split_factor: int
-
-
-class Partial(_Placement, frozen=True):
-    """Addends of a sum."""
-
-    reduce_op: str
-
-
-class _OrderEntry(Struct, frozen=True):
-    tensor_dim: int
-    mesh_dims: tuple[int, ...]
-
-
-class DTensors:
-    """Reads the DTensors of one rank's file."""
-
-    def __init__(self, archive: TorchArchive, rank: int) -> None:
-        self._origin = Origin(archive.path, rank)
-        self._meshes = Meshes(archive, rank)
-        self._layouts: dict[object, str] = {}
-
-    def read_part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
-        """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank."""
-        state = attributes(wrapper.state)
-        spec = state.get("_spec")
-        if not is_object(spec, "DTensorSpec"):
-            raise self._origin.corrupt(f"{quote(name)}: the DTensor has no spec", type(spec).__name__)
-        fields = attributes(spec)
-        meta = fields.get("tensor_meta")
-        if is_object(meta, "TensorMeta"):
-            assert isinstance(meta, InertRecord) and meta.args is not None
-            shape = sizes_of(meta.args[0], self._origin) if meta.args else None
-            if shape != wrapper.shape:
-                raise self._origin.corrupt(
-                    f"{quote(name)}: the DTensor records two shapes", f"{shape} in its spec", f"{wrapper.shape}"
-                )
-        mesh = self._meshes.find(fields.get("mesh"))
-        if mesh is None:
-            return None
-        local = read_local_tensor(state.get("_local_tensor"), quote(name), wrapper.dtype, self._origin)
-        placements = tuple(self._placement(name, value) for value in _members(fields.get("placements")))
-        order = tuple(self._order_entry(name, value) for value in _members(fields.get("shard_order")))
-        # A model has thousands of DTensors, but a handful of ways to cut them.
-        key = (mesh, placements, order, len(wrapper.shape))
-        if key not in self._layouts:
-            try:
-                self._layouts[key] = str(from_placements(mesh, placements, len(wrapper.shape), order))
-            except LayoutError as error:
-                again = "copy the file again from where it was written"
-                error.about(name, tensor=name, rank=self._origin.rank, file=self._origin.path, next_step=again)
-                raise
-            except (LookupError, ValueError) as error:
-                raise self._origin.corrupt(f"{quote(name)}: the DTensor's placements are damaged", str(error)) from None
-        return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
-
-    def _placement(self, name: str, value: object) -> _Placement:
-        fields = attributes(value)
-        kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
-        placement = build_placement(kind, fields)
-        if placement is None:
-            problem, got = f"{name}: no layout can express one of its placements", quote(kind or type(value).__name__)
-            step = "redistribute the tensor to Shard or Replicate before it is saved"
-            raise self._origin.layout(problem, got, "Shard, Replicate or _StridedShard", step, tensor=name)
-        return placement
-
-    def _order_entry(self, name: str, value: object) -> _OrderEntry:
-        match value:
-            case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
-                return _OrderEntry(dim, axes)
-        raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", type(value).__name__)
 
 
 def build_placement(kind: str | None, fields: Mapping[str, Any]) -> _Placement | None:

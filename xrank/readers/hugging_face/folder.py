@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -295,22 +295,11 @@ class HfFolderReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        headers, passed = _read_folder(path) if places.is_folder(path) else (read_headers(path), [])
+        headers, passed, more = _read_folder(path) if places.is_folder(path) else (read_headers(path), [], [])
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
         kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
-        notes = [*model.notes, *passed, *check_placeholders(kinds, files, hints)]
-        if not places.is_folder(path):
-            return replace(model, notes=tuple(notes))
-        whole, index_name = _name_files(path)
-        index = read_index(path, index_name, whole)
-        notes += stale_index_notes(path, index_name, index)
-        if index is not None:
-            adapters = (header for header in headers if os.path.basename(header.path) == _ADAPTER)
-            nbytes = sum(tensor.end - tensor.start for header in adapters for tensor in header.tensors)
-            notes += index.notes(model.nbytes - nbytes)
-        others = set(places.list_names(path)) - {os.path.basename(header.path) for header in headers}
-        return replace(model, notes=(*notes, *note_left_out(filter(_is_weight_file, others))))
+        return replace(model, notes=(*model.notes, *passed, *check_placeholders(kinds, files, hints), *more))
 
 
 def _is_weight_file(name: str) -> bool:
@@ -324,13 +313,6 @@ def _list_model_files(folder: str) -> list[str]:
     return [name for name in names if _is_weight_file(name) and not is_rank_part(name, names)]
 
 
-def _name_files(folder: str) -> tuple[str, str]:
-    """Return the names that a whole model's file and an index have in a folder."""
-    names = places.list_names(folder)
-    pairs = [(f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in _STEMS]
-    return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
-
-
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     """Return the headers of a model's files, by name, with the tensors that its index gives to each file."""
     if places.is_folder(path):
@@ -340,9 +322,15 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     return (header,)
 
 
-def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], list[tuple[str, str]]]:
-    """Return the headers of the files in a folder, and notes; errors as in `read_headers`."""
-    whole, index_name = _name_files(path)
+_Notes: TypeAlias = list[tuple[str, str]]
+
+
+def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], _Notes, _Notes]:
+    """Return the headers of the files in a folder, and notes: on tensors passed over, and on its index and files."""
+    entries = places.list_names(path)
+    # The names that a whole model's file and an index may have.
+    pairs = [(f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in _STEMS]
+    whole, index_name = next((pair for pair in pairs if not set(pair).isdisjoint(entries)), pairs[0])
     index = read_index(path, index_name, whole)
     # Without an index, a file with the name of a whole model is the model, as for transformers. Other formats' files
     # may lie beside it, such as consolidated.safetensors. Only numbered files contradict it; an adapter belongs to it.
@@ -350,7 +338,7 @@ def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], list[tuple[s
     if whole in own:
         own = [name for name in own if name in (whole, _ADAPTER) or is_one_of_several(name)]
     is_own = _is_weight_file if index is not None else own.__contains__
-    first = sorted(name for name in places.list_names(path) if "-00000-of-" in name and is_own(name))[:1]
+    first = sorted(name for name in entries if "-00000-of-" in name and is_own(name))[:1]
     _check_whole(path, [read_header(os.path.join(path, name)) for name in first])
     names = list_files(path, is_own, index)
     headers = [read_header(os.path.join(path, name)) for name in names]
@@ -362,9 +350,14 @@ def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], list[tuple[s
             replace(header, tensors=tuple(tensor for tensor in header.tensors if place_of.get(tensor.name) == name))
             for header, name in zip(headers, names, strict=True)
         ]
-    if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in places.list_names(path):
-        headers.append(read_header(os.path.join(path, _ADAPTER)))  # never in an index, and never silently left out
-    return tuple(headers), notes
+    more = stale_index_notes(path, index_name, index)
+    if index is not None:
+        kept = [header for header, name in zip(headers, names, strict=True) if name != _ADAPTER]
+        more += index.notes(sum(tensor.end - tensor.start for header in kept for tensor in header.tensors))
+        if _ADAPTER not in index.weight_map.values() and _ADAPTER in entries:
+            headers.append(read_header(os.path.join(path, _ADAPTER)))  # never in an index, never silently left out
+            names.append(_ADAPTER)
+    return tuple(headers), notes, more + note_left_out(filter(_is_weight_file, set(entries) - set(names)))
 
 
 def _check_whole(path: str, headers: Sequence[SafetensorsHeader]) -> None:
