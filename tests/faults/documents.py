@@ -41,8 +41,7 @@ from xrank.ranks.byte_service import _Receipt
 from xrank.ranks.directory_messages import MessageReceipt
 from xrank.ranks.memory_messages import MemoryPlace
 from xrank.readers.base import Hints
-from xrank.readers.orbax import OrbaxReader
-from xrank.readers.orbax.reader import read_leaves
+from xrank.readers.orbax import OrbaxReader, read_leaves
 from xrank.readers.torch_checkpointing import find_model_files
 from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
 from xrank.refit.links import RelayedEngines

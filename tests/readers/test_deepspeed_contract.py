@@ -10,7 +10,7 @@ import torch
 
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
 from tests.readers.made_zero_parts import made_experts, made_pipeline, write_experts, write_pipeline
-from xrank.readers.deepspeed import DeepSpeedReader
+from xrank.readers.deepspeed.reader import DeepSpeedReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
 
 

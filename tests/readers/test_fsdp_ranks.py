@@ -20,9 +20,8 @@ from xrank.commands.inspect import inspect_source
 from xrank.commands.layout import check_file, diff_layouts
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.discovery import find_source
-from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
-from xrank.readers.fsdp.reader import find_flat_pieces, flat_shards
+from xrank.readers.fsdp.reader import AccelerateRanksReader, VerlReader, find_flat_pieces, flat_shards
 from xrank.recipes.layout_sources import file_text, layouts_at
 from xrank.recipes.sources import read_source
 from xrank.testing.rank_pool import RankPool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -204,33 +204,26 @@ def _places(tail: bytes, crc32: int) -> tuple[int, int] | None:
 # ---- safetensors
 
 
-class SafetensorsPart(Struct, frozen=True):
-    """The tensors at the end of a file of ``SerializationFormat.SAFETENSORS``."""
-
-    places: Mapping[str, tuple[ItemKind, int, int]]
-    """Name -> (kind, first byte in the file, number of bytes)."""
-    offsets: Mapping[str, tuple[int, ...]]
-    """Name -> the piece's first index in each dimension, as the file records it."""
-
-
 def is_safetensors(file: RegularFile, start: int) -> bool:
     """Return whether a safetensors file begins at that byte."""
     return start + 9 <= file.nbytes and file.read(start + 8, 1) == b"{"
 
 
-def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
-    """Read the header of the safetensors file from that byte to the end of the file.
+def read_safetensors_part(file: RegularFile, start: int) -> dict[str, tuple[ItemKind, int, int, tuple[int, ...]]]:
+    """Return the pieces in the safetensors file from that byte to the end of the file, by name.
 
-    Source: ``torch/distributed/checkpoint/filesystem.py: _write_files_from_queue``.
+    Each has its kind, first byte in the file, number of bytes, and first index in each dimension, as the file records
+    it (``torch/distributed/checkpoint/filesystem.py: _write_files_from_queue``).
     """
     try:
         header = read_header(file.origin.path, start=start)
     except XrankError as error:
         error.about(rank=file.origin.rank)
         raise
-    places = {}
+    found = {}
+    offsets = read_saved_offsets(header, file.origin)
     for tensor in header.tensors:
         strides = tuple(prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape)))
-        kind = ItemKind(tensor.dtype, tensor.shape, strides, 0)
-        places[tensor.name] = (kind, header.data_start + tensor.start, tensor.end - tensor.start)
-    return SafetensorsPart(places, read_saved_offsets(header, file.origin))
+        kind, at = ItemKind(tensor.dtype, tensor.shape, strides, 0), header.data_start + tensor.start
+        found[tensor.name] = (kind, at, tensor.end - tensor.start, offsets[tensor.name])
+    return found

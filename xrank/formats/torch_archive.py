@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -388,6 +388,13 @@ def _end(start: int, nbytes: int, count: int) -> bytes:
 NAMES = "save the names with the tensors: torch.save(model.state_dict(), file); then gather that"
 """The next step for a file without a state dict."""
 
+
+def no_names_error(origin: Origin, got: str) -> UsageError:
+    """Return the error for a file whose value is not a dict of tensors by name, but of this kind."""
+    what = "a tensor without a name" if got == "ArchivedTensor" else got
+    return origin.usage("is not a state dict", what, "a dict of tensors by name", NAMES)
+
+
 _ZIP = b"PK\x03\x04"
 # torch/serialization.py: MAGIC_NUMBER, pickled: the first bytes of files before torch 1.6, which introduced zips.
 _BEFORE_ZIPS = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -639,6 +646,18 @@ def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
     with open_regular(path, rank) as file:
         refuse_pointer(file)
         return read_archive_in(file)
+
+
+def walk_leaves(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """Yield the keys to each leaf of an archive's value, and the leaf; reading has bounded the depth and the number."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from walk_leaves(inner, (*path, key if type(key) in (str, int) else quote(str(key))))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, inner in enumerate(value):
+            yield from walk_leaves(inner, (*path, index))
+    else:
+        yield path, value
 
 
 def is_archive(file: RegularFile) -> bool:

@@ -17,7 +17,7 @@ from xrank import dtypes
 from xrank.errors import AGAIN, CorruptError, IncompleteError, XrankError, either, option
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.torch_archive import ArchivedTensor, element_type, read_archive, read_archive_in
+from xrank.formats.torch_archive import ArchivedTensor, element_type, read_archive, read_archive_in, walk_leaves
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
@@ -59,7 +59,8 @@ def check_values(
             for name, start, nbytes in items:
                 with suppress(XrankError):
                     archive = read_archive_in(file, start=start, nbytes=nbytes)
-                    if archive.records and (count := _num_tensors(archive.value)):
+                    leaves = (leaf for _, leaf in walk_leaves(archive.value))
+                    if archive.records and (count := sum(isinstance(leaf, ArchivedTensor) for leaf in leaves)):
                         found.append((name, type(archive.value).__name__, count))
         for name, kind, count in found:
             if not is_left_out(name):
@@ -72,15 +73,6 @@ def check_values(
                 )
             left_out.append(name)
     return tuple(left_out)
-
-
-def _num_tensors(value: object) -> int:
-    """Count the tensors in a tree, whose depth `read_archive_in` bounds."""
-    if isinstance(value, ArchivedTensor):
-        return 1
-    if isinstance(value, dict):
-        return sum(map(_num_tensors, value.values()))
-    return sum(map(_num_tensors, value)) if isinstance(value, (list, tuple, set, frozenset)) else 0
 
 
 _SUFFIX = ".distcp"
@@ -296,14 +288,15 @@ class _FileReader:
         for k, (tensor, number) in enumerate(zip(owner.tolist(), piece.tolist(), strict=True)):
             flat = self._tensors[tensor].name
             low = tuple(self._tensors[tensor].offsets[number - int(self._firsts[tensor])].tolist())
-            if flat not in part.places or part.offsets[flat] != low or int(start[k]) != int(start[0]):
+            found = part.get(flat)
+            if found is None or found[3] != low or int(start[k]) != int(start[0]):
                 raise Subject(self._names[tensor], file.origin.rank, file.origin.path).contradiction(
                     f"{file.origin.path} contains another piece than .metadata records",
-                    f"the piece at {list(part.offsets[flat])}" if flat in part.offsets else "no piece",
+                    "no piece" if found is None else f"the piece at {list(found[3])}",
                     f"the piece at {list(low)}",
                     "copy the file again from where it was written",
                 )
-            kind, offset, nbytes = part.places[flat]
+            kind, offset, nbytes, _ = found
             rows[k] = (self.items.number_of(kind), offset, nbytes, NO_CHECKSUM)
         return rows
 

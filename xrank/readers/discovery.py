@@ -74,8 +74,8 @@ OWN_READERS = (
     ListedReader(
         "megatron-legacy", r"mp_rank_.*|latest_checkpointed_iteration\.txt", "megatron.legacy", "MegatronLegacyReader"
     ),
-    ListedReader("deepspeed", r".*_states\.pt|latest|latest_universal", "deepspeed", "DeepSpeedReader"),
-    ListedReader("verl", r"model_world_size_.*\.pt", "fsdp", "VerlReader"),
+    ListedReader("deepspeed", r".*_states\.pt|latest|latest_universal", "deepspeed.reader", "DeepSpeedReader"),
+    ListedReader("verl", r"model_world_size_.*\.pt", "fsdp.reader", "VerlReader"),
     ListedReader(
         "torch-checkpointing",
         r"metadata\.pkl|(?!model_world_size_).+_\d+\.(pt|safetensors)",
@@ -88,7 +88,7 @@ OWN_READERS = (
         "orbax",
         "OrbaxReader",
     ),
-    ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "fsdp", "AccelerateRanksReader"),
+    ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "fsdp.reader", "AccelerateRanksReader"),
     TORCH_SAVE,
 )
 """In the order in which they are tried, before the readers of other packages."""

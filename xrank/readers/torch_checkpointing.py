@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -67,19 +67,11 @@ class ItemMetadata(Struct, frozen=True):
         return {name: cut for name, ranks, cut in self.cuts if rank in ranks}
 
 
-class SavedMetadata(Struct, frozen=True):
-    """Content of the file."""
-
-    path: str
-    world_size: int
-    items: Mapping[str, ItemMetadata]
-
-
-def read_metadata(folder: str) -> SavedMetadata | None:
-    """Return the metadata of a checkpoint; None if it has none."""
+def read_metadata(folder: str) -> tuple[int | None, dict[str, ItemMetadata]]:
+    """Return the world size and the items in the metadata of a checkpoint; None and none if it has no metadata."""
     path = os.path.join(folder, METADATA)
     if not places.is_present(path):
-        return None
+        return None, {}
     origin = Origin(path)
     read = read_pickle(read_small(path, MAX_PICKLE_NBYTES), origin).value
     value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", fault))
@@ -92,7 +84,7 @@ def read_metadata(folder: str) -> SavedMetadata | None:
         )
     world_size = value["world_size"].count(low=1, below=_MAX_RANKS)
     parser = _Parser(origin, world_size)
-    return SavedMetadata(path, world_size, {key: parser.item(key, one) for key, one in value["metadata"].items()})
+    return world_size, {key: parser.item(key, one) for key, one in value["metadata"].items()}
 
 
 class _Parser:
@@ -214,17 +206,17 @@ class ModelFiles(Struct, frozen=True):
 def find_model_files(path: str) -> ModelFiles:
     """Return the files of a checkpoint's model, or of the item to which a given file belongs."""
     folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
-    metadata = read_metadata(folder)
+    world_size, saved_items = read_metadata(folder)
     items = _list_items(folder)
-    item = _choose_item(path, folder, items, metadata)
-    saved = metadata.items.get(item) if metadata is not None else None
+    item = _choose_item(path, folder, items, saved_items)
+    saved = saved_items.get(item)
     skipped = [os.path.join(folder, name) for key, files in items.items() if key != item for name in files.values()]
     named = {rank: (name, _KINDS[name.rpartition(".")[2]]) for rank, name in items.get(item, {}).items()}
     files = named if saved is None else saved.files
     kinds = {kind for _, kind in files.values()}
     # Other items may have been saved on ranks whose file of the model is missing.
-    largest = max((rank + 1 for ranks in items.values() for rank in ranks), default=1)
-    world_size = largest if metadata is None else metadata.world_size
+    if world_size is None:
+        world_size = max((rank + 1 for ranks in items.values() for rank in ranks), default=1)
     by_rank = {rank: os.path.join(folder, name) for rank, (name, _) in sorted(files.items())}
     listed = RankFiles(folder, by_rank, world_size, tuple(skipped))
     if saved is not None:
@@ -258,11 +250,11 @@ def _list_items(folder: str) -> dict[str, dict[int, str]]:
     return items
 
 
-def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]], metadata: SavedMetadata | None) -> str:
+def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]], saved: Iterable[str]) -> str:
     match = _FILE.fullmatch(os.path.basename(path)) if path != folder else None
     if match is not None:
         return match[1]
-    known = dict.fromkeys([*(metadata.items if metadata is not None else ()), *items])
+    known = dict.fromkeys([*saved, *items])
     found = [_MODEL] if _MODEL in known else [item for item in known if not _NO_MODEL.fullmatch(item)]
     if len(found) == 1:
         return found[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from types import MappingProxyType
@@ -17,7 +17,15 @@ from msgspec.structs import replace
 from xrank.dtypes import dtype
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.formats.pickles import InertRecord, is_extra_state, refuse_inert
-from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, is_archive, read_archive
+from xrank.formats.torch_archive import (
+    NAMES,
+    ArchivedTensor,
+    TorchArchive,
+    is_archive,
+    no_names_error,
+    read_archive,
+    walk_leaves,
+)
 from xrank.layout.stored_model import RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.folder import (
@@ -70,8 +78,8 @@ def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
     """Return the model in a file; the argument `wanted` is that of `select_model`."""
     if not isinstance(archive.value, dict):
         refuse_inert(archive.value, archive.path)
-        raise _no_names_error(archive, type(archive.value).__name__)
-    leaves = dict(_walk(archive.value, ()))
+        raise no_names_error(Origin(archive.path), type(archive.value).__name__)
+    leaves = dict(walk_leaves(archive.value))
     tensors = {path: value for path, value in leaves.items() if isinstance(value, ArchivedTensor)}
     if wanted is None and all(len(path) == 1 for path in tensors):
         refuse_inert(archive.value, archive.path)
@@ -85,7 +93,7 @@ def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
         others = list(part.values)
     named = {name: tensor for name, tensor in own.items() if isinstance(name, str)}
     if len(named) < len(own):
-        raise _no_names_error(archive, "tensors with numbers")
+        raise no_names_error(Origin(archive.path), "tensors with numbers")
     if not named:
         told = list_text([quote(name)[1:-1] for name in others], 3, empty="nothing")
         raise Origin(archive.path).usage("holds no tensor", told, "a dict of tensors by name", NAMES)
@@ -117,23 +125,6 @@ def _select_part(
     kept = [flat for name, flat in part.values.items() if not is_extra_state(name)]
     refuse_inert([leaves[paths[flat]] for flat in kept], archive.path)
     return part
-
-
-def _no_names_error(archive: TorchArchive, got: str) -> UsageError:
-    what = "a tensor without a name" if got == "ArchivedTensor" else got
-    return Origin(archive.path).usage("is not a state dict", what, "a dict of tensors by name", NAMES)
-
-
-def _walk(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
-    """Yield the keys to each leaf, and the leaf. The archive's reader has bounded depth and number."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _walk(inner, (*path, key if type(key) in (str, int) else quote(str(key))))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, inner in enumerate(value):
-            yield from _walk(inner, (*path, index))
-    else:
-        yield path, value
 
 
 def describe_states(

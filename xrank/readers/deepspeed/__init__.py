@@ -1,5 +1,1 @@
 """Reads DeepSpeed's checkpoints: ZeRO 1, 2 and 3, universal ones, and those without ZeRO."""
-
-from xrank.readers.deepspeed.reader import DeepSpeedReader
-
-__all__ = ["DeepSpeedReader"]

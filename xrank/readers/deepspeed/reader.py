@@ -84,11 +84,6 @@ class Experts(Struct, frozen=True):
     counts: Mapping[str, int]
     """Name of a layer up to the expert's number -> the layer's number of experts."""
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Shapes of all experts' tensors."""
-        return {name: tensor.shape for expert in self.files for name, tensor in expert.tensors.items()}
-
 
 def read_experts(files: CheckpointFiles, state: ModelState) -> Experts:
     """Return the experts of all layers."""
@@ -156,7 +151,7 @@ def locate_trained_experts(
     """Return every tensor in the partitions of a model with experts, in stages 0 to 2; `dense` are other shapes."""
     first, num_ranks = partitions.all[0], len(partitions.all)
     found: dict[str, StoredShard] = {}
-    shapes_of_experts = experts.shapes
+    shapes_of_experts = {name: tensor.shape for expert in experts.files for name, tensor in expert.tensors.items()}
     for number, count in enumerate(first.counts):
         num_groups = num_ranks // count  # group e has the e-th share of the experts
         groups = [list(range(place, num_ranks, num_groups)) for place in range(num_groups)]
@@ -584,7 +579,7 @@ def _read_content(files: CheckpointFiles, records: Records) -> Content:
     if files.partitions:
         # First, because they show how many model states there should be, and whether these are cut.
         partitions = read_partitions(files.folder, files.partitions, records, agreement)
-        modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
+        modules = _modules(files, len(partitions.all), partitions.all[0].is_interleaved, records, agreement)
         _check_world(files, modules, partitions)
         groups = modules.state.groups
         if groups is None:  # BF16_Optimizer without ZeRO: engine.py: _common_checkpoint_state
@@ -677,7 +672,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
             "no param_shapes",
             next_step="convert the checkpoint again with a newer ds_to_universal.py",
         )
-    shapes = dict(modules.trained)
+    shapes = {name: shape for group in modules.state.groups for name, shape in group.items()}
     num_slices = modules.state.facts.get("mp_world_size", 1)
     if len(files.models) <= 1 and num_slices in (1, None):
         return shapes
@@ -732,8 +727,8 @@ def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
 def _details(files: CheckpointFiles, content: Content, aliases: Mapping[str, str]) -> dict[str, Any]:
     state, partitions = content.modules.state, content.partitions
     stage = state.config_stage
-    if partitions is not None and partitions.stage is not None:
-        stage = partitions.stage
+    if partitions is not None and partitions.all[0].stage is not None:
+        stage = partitions.all[0].stage
     more = {"pipeline stages": content.num_stages, "layers": len(files.layers)} if content.num_stages > 1 else {}
     return {
         "tag": files.tag,

@@ -247,16 +247,6 @@ class Partitions(Struct, frozen=True):
     all: tuple[Partition, ...]
     flats: FlatTensors
 
-    @property
-    def is_interleaved(self) -> bool:
-        """Whether they are cut as in stage 3."""
-        return self.all[0].is_interleaved
-
-    @property
-    def stage(self) -> int | None:
-        """The stage that they record, if any."""
-        return self.all[0].stage
-
     def of(self, ranks: Sequence[int]) -> Partitions:
         """Return the partitions of some of the ranks, as those of a group of their own."""
         rows, flats = list(ranks), self.flats
@@ -323,7 +313,7 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
 
 def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
     """Return every tensor in the partitions."""
-    if partitions.is_interleaved:
+    if partitions.all[0].is_interleaved:
         return _locate_interleaved_shards(partitions, groups)
     if len(groups) != len(partitions.all[0].flats):
         first = partitions.all[0]
@@ -428,11 +418,6 @@ class Modules(Struct, frozen=True):
     notes: tuple[tuple[str, str], ...]
     names: tuple[str, ...]
     """Names of all tensors of the state dict, in its order."""
-
-    @property
-    def trained(self) -> Shapes:
-        """Whole shapes of the parameters in the partitions."""
-        return {name: shape for group in self.state.groups or () for name, shape in group.items()}
 
 
 def read_whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:

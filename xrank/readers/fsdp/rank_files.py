@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, TypeGuard
@@ -14,7 +14,14 @@ from msgspec import Struct
 from xrank.errors import ContradictionError, LayoutError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state, refuse_inert
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, element_type, read_archive
+from xrank.formats.torch_archive import (
+    ArchivedTensor,
+    TorchArchive,
+    element_type,
+    no_names_error,
+    read_archive,
+    walk_leaves,
+)
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
 from xrank.layout.terms.tensors import Box, box_text, from_placements
@@ -482,14 +489,14 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
     if not isinstance(state, dict):
         refuse_inert(state, path, rank)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        what = "a tensor without a name" if type(state).__name__ == "ArchivedTensor" else type(state).__name__
-        raise origin.usage("is not a state dict", what, "a dict of tensors by name", NAMES)
+        raise no_names_error(origin, type(state).__name__)
     reader = DTensors(archive, rank)
     dtensors: dict[str, DTensorPart] = {}
     sharded: dict[str, ShardedPart] = {}
     plain: dict[str, ArchivedTensor] = {}
     others: list[str] = []
-    for name, saved in _join_names(state) if is_nested else state.items():
+    nested = ((".".join(map(str, path)), leaf) for path, leaf in walk_leaves(state))
+    for name, saved in nested if is_nested else state.items():
         if is_nested and (name in dtensors or name in sharded or name in plain):
             problem = f"two tensors have the name {quote(name)}, once their dicts are left out"
             raise origin.usage(problem, want="different names", next_step=_STATE_DICT)
@@ -514,24 +521,10 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
                 "save the model's state_dict() with plain tensors",
             )
         else:
-            leaves = [unwrap_parameter(leaf) for _, leaf in _join_names(value)]
+            leaves = [unwrap_parameter(leaf) for _, leaf in walk_leaves(value)]
             if any(isinstance(leaf, ArchivedTensor) or read_wrapper(leaf, origin) is not None for leaf in leaves):
                 problem = f"is not a model's state dict: {quote(name)} is a {type(value).__name__} of tensors"
                 raise origin.usage(problem, want="tensors by name", next_step=_STATE_DICT)
             refuse_inert(value, path, rank)
             others.append(name)
     return FsdpRankFile(rank, archive, dtensors, sharded, plain, tuple(others))
-
-
-def _join_names(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the leaves of nested dicts and lists, under the names of their places."""
-    # The archive's reader has checked that the tree is neither deep nor endless.
-    if isinstance(value, dict):
-        places: Iterable[tuple[object, object]] = value.items()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        places = enumerate(value)
-    else:
-        yield name, value
-        return
-    for key, inner in places:
-        yield from _join_names(inner, f"{name}.{key}" if name else str(key))

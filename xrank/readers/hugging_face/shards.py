@@ -94,19 +94,16 @@ class ShardPieces(Struct):
     """Every tensor's pieces, as rows of numbers; a million of them take a few arrays."""
 
     records: Records = field(default_factory=Records)
-    names: dict[str, str] = field(default_factory=dict)
-    """Name -> element type."""
-    rows: dict[str, array[int]] = field(default_factory=dict)
-    """Name -> for each piece: rank, record, then first index and end in each dim."""
-    ndim: dict[str, int] = field(default_factory=dict)
+    by_name: dict[str, tuple[str, int, array[int]]] = field(default_factory=dict)
+    """Name -> element type, number of dims, and for each piece: rank, record, then first index and end in each dim."""
 
     def add(self, rank: int, header: SafetensorsHeader) -> None:
         """Add the pieces in one file."""
         offsets = read_saved_offsets(header, Origin(header.path))
         record_of = self.records.add_safetensors(header)
         for tensor in header.tensors:
-            dtype = self.names.setdefault(tensor.name, tensor.dtype)
-            ndim = self.ndim.setdefault(tensor.name, len(tensor.shape))
+            known = (tensor.dtype, len(tensor.shape), array("q"))
+            dtype, ndim, row = self.by_name.setdefault(tensor.name, known)
             if (dtype, ndim) != (tensor.dtype, len(tensor.shape)):
                 raise Origin(header.path).contradiction(
                     f"{tensor.name}: rank {rank}'s piece has another type than earlier pieces",
@@ -115,14 +112,14 @@ class ShardPieces(Struct):
                     ONE_SAVE,
                     tensor=tensor.name,
                 )
-            row = self.rows.setdefault(tensor.name, array("q"))
             row.extend((rank, record_of(tensor)))
             for at, size in zip(offsets[tensor.name], tensor.shape, strict=True):
                 row.extend((at, at + size))
 
     def table(self, name: str) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """Return a tensor's rows."""
-        return np.frombuffer(self.rows[name], dtype=np.int64).reshape(-1, 2 + 2 * self.ndim[name])
+        _, ndim, rows = self.by_name[name]
+        return np.frombuffer(rows, dtype=np.int64).reshape(-1, 2 + 2 * ndim)
 
     def boxes(self, name: str) -> list[Box]:
         """Return the pieces' index ranges."""
@@ -134,7 +131,7 @@ class ShardPieces(Struct):
         kept = [i for i, nest in enumerate(nests) if nest]
         table, nests_kept = self.table(name)[kept], NestTable.from_nests([nests[i][0] for i in kept])
         # File names count ranks from 1.
-        return StoredShard(name, self.names[name], shape, table[:, 0] - 1, table[:, 1].copy(), nests_kept)
+        return StoredShard(name, self.by_name[name][0], shape, table[:, 0] - 1, table[:, 1].copy(), nests_kept)
 
 
 _SUBFOLDER = "sharded"
@@ -173,7 +170,7 @@ class HfShardsReader:
         for (rank, _), file in sorted(grid.files.items()):
             pieces.add(rank, read_header(file))
         # The smallest shapes that contain all pieces.
-        shapes = {name: tuple(pieces.table(name)[:, 3::2].max(axis=0).tolist()) for name in pieces.names}
+        shapes = {name: tuple(pieces.table(name)[:, 3::2].max(axis=0).tolist()) for name in pieces.by_name}
         for name, shape in shapes.items():
             _check_pieces(name, pieces, shape, grid)
         proof = _prove(path, shapes, pieces, grid, hints)

@@ -1,4 +1,7 @@
-"""The reader of Orbax: a tree of arrays in zarr, in one OCDBT store or in a folder for each array."""
+"""The reader of Orbax (https://github.com/google/orbax), the format of JAX, Flax and MaxText.
+
+A checkpoint is a tree of arrays in zarr, in one OCDBT store or in a folder for each array.
+"""
 
 from __future__ import annotations
 
