@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.notation import Node, Parts, Product, Size
-from xrank.recipes.recipe import Match, Rule, Side, active_rules, is_required, match, raised_flags, source_sides
+from xrank.recipes.recipe import Match, Recipe, Rule, Side, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe_file import load_recipes_of, load_shipped_recipes
 from xrank.recipes.sizes import check_counts, collect_flags, list_model_types, place_names
 from xrank.words import list_text
@@ -364,19 +364,24 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     Face's or a training framework's. Every layer that config counts must be complete. Return None if no recipe knows
     all names: then the caller asks for a base model or refuses.
     """
-    # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, such as biases.
+
+    def find(recipes: Iterable[Recipe]) -> list[Match]:
+        # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, as of biases.
+        ordered = sorted(recipes, key=lambda recipe: not recipe.args)
+        return [match(recipe, shapes, is_reversed=back) for recipe in ordered for back in (True, False)]
+
+    # If the recipe of the model's own type knows the names, no other counts: it could prove other shapes of them.
     types = list_model_types(config)
-    # Layers of different sizes prove nothing of each other, so their recipes need the model's own config.json.
-    recipes = [one for one in load_shipped_recipes() if not one.by_layer or not types.isdisjoint(one.model_types)]
-    recipes.sort(key=lambda recipe: not recipe.args)
-    matches = [match(recipe, shapes, is_reversed=back) for recipe in recipes for back in (True, False)]
-    candidates = [found for found in matches if found.fits]
-    own = [found for found in matches if not types.isdisjoint(found.recipe.model_types)]
+    own = find(load_recipes_of(types))
+    candidates = [found for found in own if found.fits]
+    if not candidates:
+        # Layers of different sizes prove nothing of each other, so their recipes need the model's own config.json.
+        others = (one for one in load_shipped_recipes() if not one.by_layer and types.isdisjoint(one.model_types))
+        candidates = [found for found in find(others) if found.fits]
     if not candidates:
         refuse_missing(own)
     first: XrankError | None = None
-    # If the recipe of the model's own type knows the names, no other counts: it could prove other shapes of them.
-    for found in [found for found in own if found.fits] or candidates:
+    for found in candidates:
         try:
             _prove(found, shapes, config)
         except (IncompleteError, ContradictionError) as error:
