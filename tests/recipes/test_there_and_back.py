@@ -46,9 +46,9 @@ def elements(shard: StoredShard) -> np.ndarray:
     """Return for each element of a tensor which record's which element it is; none twice, none left out."""
     found = np.full(prod(shard.shape), -1, dtype=np.int64)
     for i in range(len(shard.record)):
-        for x, y in addresses(shard.nests[i]):
-            assert found[y] == -1
-            found[y] = int(shard.record[i]) * _FAR + x
+        x, y = np.array(addresses(shard.nests[i])).T
+        assert (found[y] == -1).all() and len(np.unique(y)) == len(y)
+        found[y] = int(shard.record[i]) * _FAR + x
     assert (found >= 0).all()
     return found
 

@@ -10,7 +10,7 @@ Every box, split, part, product and permutation is nested after `canonical`, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -71,14 +71,12 @@ def canonical(nest: Nest) -> Nest:
     return Nest(nest.x, nest.y, tuple(merged))
 
 
-def addresses(nest: Nest) -> Iterator[tuple[int, int]]:
-    """Yield all (x, y) pairs, last loop fastest: the definition that tests compare with."""
-    if not nest.loops:
-        yield nest.x, nest.y
-        return
-    (n, xs, ys), inner = nest.loops[0], nest.loops[1:]
-    for i in range(n):
-        yield from addresses(Nest(nest.x + i * xs, nest.y + i * ys, inner))
+def addresses(nest: Nest) -> list[tuple[int, int]]:
+    """Return all (x, y) pairs, last loop fastest: the definition that tests compare with."""
+    pairs = [(nest.x, nest.y)]
+    for n, xs, ys in nest.loops:
+        pairs = [(x + i * xs, y + i * ys) for x, y in pairs for i in range(n)]
+    return pairs
 
 
 def restrict(nest: Nest, low: int, high: int) -> list[Nest]:
