@@ -25,7 +25,6 @@ from xrank.ranks.group import RankGroup
 from xrank.ranks.meeting import CALL, Meeting, RanksApartError, meet, meet_across_hosts
 from xrank.ranks.memory import check_dense
 from xrank.ranks.memory_messages import MemoryMessages
-from xrank.ranks.registration import has_joined
 from xrank.ranks.store import LaunchedRanks, find_store, read_launch
 from xrank.ranks.waits import Awaits, LongWait, Membership, Wait, WaitMonitor, name_of_ranks, parties_of
 from xrank.ranks.wire import MessageWorkspace
@@ -105,11 +104,11 @@ class Session:
                     self.pending = None
         except RankFailedError:
             # Ranks may have waited for each other, and another of them may have noticed it first.
-            meeting.raise_if_confirmed()
+            meeting.monitor.raise_if_confirmed()
             raise
         finally:
             self._waits_in = None
-            meeting.leave()
+            meeting.monitor.end()
         group.check_around = self._gathers.check_around
         group.begin_long_wait = lambda call, awaits: self._begin_wait(
             number, call, way, exchange.describe(call), awaits
@@ -129,7 +128,7 @@ class Session:
             lambda: gathers.check_around(self),
             lambda awaits: self._begin_wait(number, 0, way, text, awaits),
             threading.current_thread().name,
-            gathers.membership.num_at_large,
+            len(gathers.membership.at_large),
             lambda ranks: gathers.membership.find_at_large(ranks, self._name),
         )
 
@@ -354,6 +353,8 @@ class GroupGathers:
 _groups: WeakKeyDictionary[Any, GroupGathers] = WeakKeyDictionary()
 """Gathers by process group: they end when the group is destroyed."""
 _memberships: WeakKeyDictionary[Any, tuple[int, Membership]] = WeakKeyDictionary()
+joined_work: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Process group -> name of the last piece of work that this rank joined (`xrank.ranks.registration`)."""
 
 
 class WorkWatch:
@@ -367,17 +368,7 @@ class WorkWatch:
         self._monitor = WaitMonitor(self._begin)
 
     def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
-        """Raise if the work will not begin; this does nothing if the last look was a moment ago.
-
-        Args:
-            ranks: all ranks, the first rank first.
-            name: of the work; empty while the first rank has not announced it.
-            absent: ranks that have not come.
-
-        Raises:
-            RankFailedError: one of them has ended, or a gather around this call has failed.
-            ContradictionError: this rank and others wait for each other in different calls.
-        """
+        """Raise if the work will not begin; its `name` is empty while the first rank has not announced it."""
         self._check()
         if self._monitor.is_due:
             if self._work[1] != name:
@@ -409,7 +400,7 @@ class WorkWatch:
         return failure_of(error)[0] in self._world.find_membership().known_failures
 
     def raise_if_confirmed(self) -> None:
-        """Raise if this rank and others were found to wait for each other; errors as in `look`."""
+        """Raise if this rank and others were found to wait for each other."""
         self._monitor.raise_if_confirmed()
 
 
@@ -425,7 +416,7 @@ def _owes(membership: Membership, wait: Wait) -> bool:
     """
     is_of_this_thread = wait.thread == threading.current_thread().name
     if wait.is_of_work:
-        return is_of_this_thread and not has_joined(wait.way)
+        return is_of_this_thread and not (wait.way and wait.way in joined_work.values())
     gathers = _find_named(membership, wait.group)
     return is_of_this_thread if gathers is None else gathers.owes(wait)
 

@@ -23,42 +23,6 @@ _BUSY_SPIN_SECONDS = 50e-6
 work has used up its time slice, but not a process that yielded."""
 _LOOKS_PER_PUMP = 8
 """Looks at memory for each look at sockets and deaths, which takes a system call."""
-
-
-class Spin:
-    """Looks at shared memory without sleeping, for the first moment of a wait: most answers come at once.
-
-    `seconds` is the length of the moment; 0 if the ranks share processors.
-    """
-
-    def __init__(self, wire: Wire, seconds: float) -> None:
-        self._wire, self._seconds = wire, seconds
-        self._busy_until = 0.0
-
-    def is_soon(self, is_over: Callable[[], bool]) -> bool:
-        """Look without sleeping for a moment; return whether the wait is over."""
-        self._wire.look()
-        if is_over():
-            return True
-        num_looks, now = 0, monotonic()
-        end = now + (self._seconds if now >= self._busy_until else _BUSY_SPIN_SECONDS)
-        while now < end:
-            num_looks += 1
-            if num_looks > _NUM_LOOKS and now >= self._busy_until:
-                os.sched_yield()  # the answer may need this very core
-                before, now = now, monotonic()
-                if now - before > _LONG_YIELD_SECONDS:
-                    self._busy_until = now + _BUSY_SECONDS
-            if num_looks % _LOOKS_PER_PUMP:
-                self._wire.look()
-            else:
-                self._wire.pump(0)
-            if is_over():
-                return True
-            now = monotonic()
-        return False
-
-
 _TICK_SECONDS = 0.1
 """Longest sleep of a wait between two checks for failures: the time until all ranks know of a failure."""
 _FIRST_TICK_SECONDS = 200e-6
@@ -92,7 +56,7 @@ class RankGroup:
         spin_seconds: float = 0.0,
     ) -> None:
         self.ranks, self.rank, self.wire, self.peers, self.secret = tuple(ranks), rank, wire, dict(peers), secret
-        self._spin = Spin(wire, spin_seconds)
+        self._spin_seconds, self._busy_until = spin_seconds, 0.0
         self.first = self.ranks[0]
         """The rank that gathers."""
         self.others = tuple(r for r in self.ranks if r != rank)
@@ -262,6 +226,29 @@ class RankGroup:
             self.wire.pump(min(tick, patience.remaining_seconds))
         return True
 
+    def _is_soon(self, is_over: Callable[[], bool]) -> bool:
+        """Look at shared memory without sleeping, for a moment: most answers come at once."""
+        self.wire.look()
+        if is_over():
+            return True
+        num_looks, now = 0, monotonic()
+        end = now + (self._spin_seconds if now >= self._busy_until else _BUSY_SPIN_SECONDS)
+        while now < end:
+            num_looks += 1
+            if num_looks > _NUM_LOOKS and now >= self._busy_until:
+                os.sched_yield()  # the answer may need this very core
+                before, now = now, monotonic()
+                if now - before > _LONG_YIELD_SECONDS:
+                    self._busy_until = now + _BUSY_SECONDS
+            if num_looks % _LOOKS_PER_PUMP:
+                self.wire.look()
+            else:
+                self.wire.pump(0)
+            if is_over():
+                return True
+            now = monotonic()
+        return False
+
     def _wait(
         self,
         is_over: Callable[[], bool],
@@ -273,7 +260,7 @@ class RankGroup:
         sleep: Sleep = Sleep.LIGHT,
     ) -> None:
         """Wait; the deadline counts while there are `late` ranks: by default, ranks that have not come to the call."""
-        if self._spin.is_soon(is_over):
+        if self._is_soon(is_over):
             return
         monitor = WaitMonitor(lambda awaits: self.begin_long_wait(call, awaits))
         try:

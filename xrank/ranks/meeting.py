@@ -10,7 +10,7 @@ import secrets
 import select
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic, sleep
@@ -119,41 +119,28 @@ class Meeting:
     thread: str = ""
     num_at_large: int = 0
     find_at_large: Callable[[Sequence[int]], FailureRecord | None] = lambda ranks: None
-    _monitor: WaitMonitor = field(init=False)
+    monitor: WaitMonitor = field(init=False)
+    """Of this rank's wait for the others."""
 
     def __post_init__(self) -> None:
-        self._monitor = WaitMonitor(self.begin_long_wait)
+        self.monitor = WaitMonitor(self.begin_long_wait)
 
     def check(self, absent: Sequence[int], watched: Sequence[int] | None = None) -> None:
-        """Raise if it is known that the meeting will not take place.
+        """Raise if it is known that the meeting will not take place: `absent` ranks are not known to have come.
 
-        Args:
-            absent: the other ranks that are not known to have come.
-            watched: the ranks whose end ends the meeting; None: the absent ones.
-
-        Raises:
-            RankFailedError: an enclosing gather failed, or a rank has ended, or could not take part.
-            ContradictionError: this rank and others wait for each other.
+        The end of a `watched` rank ends the meeting; by default, of an absent one.
         """
         self.check_around()
-        if not self._monitor.is_due:
+        if not self.monitor.is_due:
             return
         is_first = self.rank == self.ranks[0]
         awaits, awaited = (Awaits.ARRIVAL, absent) if is_first else (Awaits.FIRST, self.ranks[:1])
         try:
             self.raise_refusal(("refused",))  # the first rank may not have come yet and ended the meeting for it
-            self._monitor.look(awaits, tuple(awaited), absent if watched is None else watched)
+            self.monitor.look(awaits, tuple(awaited), absent if watched is None else watched)
         except RankFailedError:
             self.raise_reason()
             raise
-
-    def raise_if_confirmed(self) -> None:
-        """Raise ContradictionError if this rank and others were found to wait for each other, by any of them."""
-        self._monitor.raise_if_confirmed()
-
-    def leave(self) -> None:
-        """End this rank's wait for the others."""
-        self._monitor.end()
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's process, for the ranks that it meets."""
@@ -166,7 +153,7 @@ class Meeting:
         Ranks whose threads have different names may each be at another thread's gather. A moment shows the second
         thread, if there is one. Names need not be equal: a rank may have threads that others have not.
         """
-        self.raise_if_confirmed()
+        self.monitor.raise_if_confirmed()
         if any(thread != self.thread for thread in threads):
             end = monotonic() + _THREAD_SECONDS
             while monotonic() < end:
@@ -183,13 +170,7 @@ class Meeting:
         self.store.put(self.name, json.dumps({**self.describe(), "way": self.way, **more}))
 
     def await_first(self) -> dict[str, Any]:
-        """Return the first rank's announcement.
-
-        Raises:
-            RankTimeoutError: it did not come.
-            RankFailedError: it has ended the meeting already.
-            ContradictionError: it gathers through another medium.
-        """
+        """Return the first rank's announcement; raise if it does not come, or gathers through another medium."""
         first, pause = self.ranks[0], _PAUSE_SECONDS[0]
         try:
             while (announced := self.find_announcement()) is None:
@@ -199,7 +180,7 @@ class Meeting:
                 sleep(min(pause, self.deadline.remaining_seconds))
                 pause = min(2 * pause, _PAUSE_SECONDS[1])
             # Another rank may know already that they waited for each other, and have come here with its next call.
-            self.raise_if_confirmed()
+            self.monitor.raise_if_confirmed()
             if announced["way"] != self.way:
                 what = f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}"
                 raise ContradictionError(what, rank=self.rank, next_step="give workspace_path on all ranks or on none")
@@ -210,12 +191,12 @@ class Meeting:
         return announced
 
     def refuse(self, error: BaseException) -> None:
-        """Send the other ranks, which wait for this one, the reason why it can't take part."""
-        if self.rank == self.ranks[0]:
-            self.end(error)
-            return
+        """Send the other ranks, which wait for this one or come later, the reason why it can't take part."""
         text = FailureRecord.from_error(error, self.rank, CALL).to_text()
         with suppress(RankFailedError):  # the store may be what failed
+            if self.rank == self.ranks[0]:
+                self.announce(ended=text)
+                return
             self.store.put(f"{self.name}/{self.rank}", text)
             self.store.put(f"{self.name}/refused", text)
 
@@ -239,12 +220,6 @@ class Meeting:
         """Return the failure with which this meeting has ended, if it has."""
         ended = self._read_announcement().get("ended")
         return self.read_refusal("refused") if ended is None else FailureRecord.from_text(ended)
-
-    def end(self, error: BaseException) -> None:
-        """On the first rank: leave the reason for the end in the store, for ranks that come later."""
-        record = FailureRecord.from_error(error, self.ranks[0], CALL)
-        with suppress(Exception):  # the store may be what failed
-            self.announce(ended=record.to_text())
 
     def find_announcement(self) -> dict[str, Any] | None:
         """Return the first rank's announcement; None before it came. Raise its reason if it has ended the meeting."""
@@ -286,13 +261,7 @@ class RanksApartError(Exception):
 
 
 def meet(meeting: Meeting) -> RankGroup:
-    """Return the group of a meeting's ranks; every one of them must call it once.
-
-    Raises:
-        RankTimeoutError: ranks did not come; `waiting_for` names them.
-        RankFailedError: a rank could not join, or failed meanwhile.
-        RanksApartError: a rank shares no memory, or no process numbers, with the first.
-    """
+    """Return the group of a meeting's ranks; every one of them must call it once."""
     return _Host(meeting).meet() if meeting.rank == meeting.ranks[0] else _join(meeting)
 
 
@@ -311,29 +280,32 @@ class _Host:
         self.next_look = Deadline(_TICK_SECONDS)
 
     def meet(self) -> RankGroup:
-        meeting = self.meeting
-        with ExitStack() as undo:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            undo.callback(listener.close)
+        meeting, has_met = self.meeting, False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
             address = f"xrank-{secrets.token_hex(16)}"
             listener.bind(f"\0{address}")
             # Before the announcement: ranks connect as soon as they read the address.
             listener.listen(len(meeting.ranks))
             meeting.announce(address=address, nonce=self.nonce)
-            undo.callback(self._close_links)
-            # Pushed last, so it runs first: a rank whose link is closed looks in the store for the reason.
-            undo.push(self._record_end)
-            while len(self.links) < len(self.others):
-                self._gather_guests(listener)
-            meeting.check_threads(self.threads)
-            board, bells = self._start()
-            group = _make_group(meeting, board, bells, self.links, self.peers, self.secret)
-            undo.pop_all()
-            listener.close()
-            for guest in self.guests:
-                guest.close()
-            meeting.store.remove(meeting.name)
-            return group
+            try:
+                while len(self.links) < len(self.others):
+                    self._gather_guests(listener)
+                meeting.check_threads(self.threads)
+                board, bells = self._start()
+                group = _make_group(meeting, board, bells, self.links, self.peers, self.secret)
+                has_met = True
+            # Before the links are closed: a rank whose link is closed looks in the store for the reason.
+            except RanksApartError:
+                meeting.announce()  # without an address
+                raise
+            except BaseException as error:
+                meeting.refuse(error)
+                raise
+            finally:
+                for link in self.guests if has_met else (*self.links.values(), *self.guests):
+                    link.close()
+        meeting.store.remove(meeting.name)
+        return group
 
     def _gather_guests(self, listener: socket.socket) -> None:
         """Accept connections for a moment; raise if a rank has failed or gone."""
@@ -380,16 +352,6 @@ class _Host:
         finally:
             os.close(fd)
         return board, bells
-
-    def _close_links(self) -> None:
-        for link in (*self.links.values(), *self.guests):
-            link.close()
-
-    def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RanksApartError):
-            self.meeting.announce()  # without an address
-        elif error is not None:
-            self.meeting.end(error)
 
     def _record_death(self, rank: int) -> FailureRecord:
         """Return the reason why a rank that had joined is gone: its own refusal, if it sent one."""
@@ -457,11 +419,9 @@ def _join(meeting: Meeting) -> RankGroup:
             link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
         peers, board, bells, secret = _roster(meeting, link, host)
         return _make_group(meeting, board, bells, {host.rank: link}, peers, secret)
-    except RanksApartError:
-        link.close()
-        raise
     except BaseException as error:
-        meeting.refuse(error)
+        if not isinstance(error, RanksApartError):
+            meeting.refuse(error)
         link.close()
         raise
 
@@ -569,11 +529,8 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         wire.watch(known)
         return RankGroup(meeting.ranks, meeting.rank, wire, known, secret=secret)
     except BaseException as error:
-        if is_first:
-            meeting.end(error)
-        else:
-            # By both ways: others may not have come to the wire yet, and see this rank's end first.
-            meeting.refuse(error)
+        meeting.refuse(error)
+        if not is_first:  # by both ways: others may not have come to the wire yet, and see this rank's end first
             wire.fail(FailureRecord.from_error(error, meeting.rank, CALL))
         wire.close()
         raise

@@ -13,13 +13,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import sleep
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from msgspec import Struct
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.failure import Deadline, FailureRecord, absence_error
+from xrank.ranks.gathering import WorkWatch, joined_work
 from xrank.ranks.store import GroupStore, LaunchedRanks, find_store
 from xrank.ranks.waits import process_space
 
@@ -47,41 +47,10 @@ class Registration(Struct, frozen=True):
         return self.num_here == len(self.ranks)
 
 
-class Watch(Protocol):
-    """Looks for reasons why other ranks do not come (`xrank.ranks.gathering.WorkWatch`)."""
+def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, call: str) -> Registration | None:
+    """Let the ranks of a process group, or of the world if None, begin a piece of work; each of them makes this call.
 
-    def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
-        """Raise if a rank is known not to come to the work of that name."""
-
-    def raise_if_confirmed(self) -> None:
-        """Raise if ranks were found to wait for each other; some of them may have come with their next calls."""
-
-    def is_settled(self, error: RankFailedError) -> bool:
-        """Return whether a failure is that of an earlier call of this rank."""
-
-    def end(self, error: BaseException | None = None) -> None:
-        """End the wait."""
-
-
-_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Process group -> name of the last work that this rank joined."""
-
-
-def has_joined(name: str) -> bool:
-    """Return whether this process has come to the work of that name."""
-    return bool(name) and name in _known.values()
-
-
-def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, watch: Watch) -> Registration | None:
-    """Let the ranks of a process group, or of the world if None, begin a piece of work; each of them must call it.
-
-    Return None if there is one rank alone. `watch` looks for reasons why ranks do not come.
-
-    Raises:
-        RankTimeoutError: ranks did not come; `waiting_for` names them.
-        RankFailedError: a rank has failed, or has ended.
-        ContradictionError: from `watch`.
-        UsageError: this rank is not in the group.
+    Return None if there is one rank alone. `call` is the user's, for people.
     """
     import torch.distributed
 
@@ -99,7 +68,7 @@ def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, 
         )
     if len(ranks) == 1:
         return None
-    store, deadline = find_store(group, environ), Deadline(timeout_seconds)
+    store, deadline, watch = find_store(group, environ), Deadline(timeout_seconds), WorkWatch(group, call)
     try:
         while True:
             try:
@@ -118,15 +87,15 @@ def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, 
 
 
 def _meet(
-    store: GroupStore, owner: Any, rank: int, ranks: tuple[int, ...], deadline: Deadline, watch: Watch
+    store: GroupStore, owner: Any, rank: int, ranks: tuple[int, ...], deadline: Deadline, watch: WorkWatch
 ) -> Registration:
     if rank == ranks[0]:
         name = secrets.token_hex(8)
         store.put(_NAME, json.dumps({"name": name, "open": True}))
     else:
-        name = _await_name(store, _known.get(owner), ranks, deadline, watch)
+        name = _await_name(store, joined_work.get(owner), ranks, deadline, watch)
     # Before the wait below: a rank that gives up there must not join the same work again.
-    _known[owner] = name
+    joined_work[owner] = name
 
     def end(*, has_failed: bool = False) -> None:
         # Closed, so that a rank that comes later waits for the next work instead of joining this one. A failure fails
@@ -151,7 +120,9 @@ def _meet(
     )
 
 
-def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], deadline: Deadline, watch: Watch) -> str:
+def _await_name(
+    store: GroupStore, known: str | None, ranks: Sequence[int], deadline: Deadline, watch: WorkWatch
+) -> str:
     pause = _PAUSE_SECONDS[0]
     while True:
         found = json.loads(store.peek(_NAME) or "{}")
@@ -166,7 +137,7 @@ def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], dead
 
 
 def _await_places(
-    store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline, name: str, watch: Watch
+    store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline, name: str, watch: WorkWatch
 ) -> list[str]:
     """Publish this rank's host, and return those of all ranks once the first rank has found all of them."""
     # Abstract sockets are seen inside one network namespace only (unix(7)), process numbers inside one of their own.

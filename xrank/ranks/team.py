@@ -228,12 +228,12 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str
         joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialized.
     """
     if group_place() is not None:
-        from xrank.ranks.gathering import WorkWatch, find_place  # one process does not need these modules
+        from xrank.ranks.gathering import find_place  # one process does not need these modules
         from xrank.ranks.registration import register
 
         file, line = find_place()
-        watch = WorkWatch(group, f"{call}, called at {file}:{line}")
-        found = register(group, environment.environ(), timeout_seconds=timeout_seconds, watch=watch)
+        call = f"{call}, called at {file}:{line}"
+        found = register(group, environment.environ(), timeout_seconds=timeout_seconds, call=call)
         if found is not None:
             return SharedTeam(
                 found.group,

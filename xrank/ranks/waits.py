@@ -48,10 +48,10 @@ class Peer(Struct, frozen=True):
     def from_this_process(cls, rank: int) -> Peer:
         """Return the peer of a rank that runs in this process."""
         space = process_space()
+        network = host = socket.gethostname()
         with suppress(FileNotFoundError):  # another system than Linux
             network = f"{space.partition('.')[0]}.{os.stat('/proc/self/ns/net').st_ino}"
-            return cls(rank, socket.gethostname(), os.getpid(), space, network)
-        return cls(rank, socket.gethostname(), os.getpid(), space, socket.gethostname())
+        return cls(rank, host, os.getpid(), space, network)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the peer as a JSON object."""
@@ -71,8 +71,7 @@ class Peer(Struct, frozen=True):
     def open_life(self) -> int | None:
         """Return a pidfd (pidfd_open(2)), readable once the process has ended; None if it can't be watched.
 
-        Raises:
-            ProcessLookupError: the process has ended, and its parent has noticed it.
+        ProcessLookupError: the process has ended, and its parent has noticed it.
         """
         if self.space == process_space():
             try:
@@ -108,8 +107,7 @@ def is_readable(fd: int) -> bool:
 
 def record_end(rank: int, peer: Peer | None, cause: str, call: str) -> FailureRecord:
     """Return the record of a rank that has ended without one of its own; its process may be unknown."""
-    host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
-    return FailureRecord(rank, host, pid, cause, call)
+    return FailureRecord(rank, peer.host if peer else "unknown", peer.pid if peer else 0, cause, call)
 
 
 class Heartbeat:
@@ -161,7 +159,7 @@ class _Stillness:
         self.since, self.num_missed, self.next_read_at = 0.0, 0, 0.0
 
     def is_over(self, seen: object, now: float, period_seconds: float) -> bool:
-        """Return whether a number, as it is read now, has been still for so long that its rank has ended."""
+        """Return whether a number, as read now, has been still for so long that its rank has ended."""
         if seen is None or seen != self.seen:
             self.seen, self.since, self.num_missed = seen, now, 0
             return False
@@ -232,8 +230,8 @@ class Membership:
         self._deaths: dict[int, str] = {}
         self.known_failures: set[str] = set()
         """Ids of failures that have failed a call of this rank; each fails one."""
-        self._at_large: list[str] = []
-        """Ids of this rank's own failures at large."""
+        self.at_large: list[str] = []
+        """Ids of this rank's own failures in calls whose ranks it could not name."""
         self._num_seen: dict[int, int] = {}
         self._paired: dict[int, set[str]] = {}
         """Rank -> own failures at large that have failed one of that rank's calls, or were the same call's."""
@@ -282,13 +280,6 @@ class Membership:
                         self._deaths[rank] = f"its host was not heard from for {now - stillness.since:.0f} s"
         return self._deaths.get(rank)
 
-    def describe(self, rank: int) -> str:
-        """Return the place of an awaited rank's process, as a phrase."""
-        peer = self.find_peer(rank)
-        if peer is None:
-            return "it has not called xrank in this process group"
-        return f"it runs on host {peer.host}, pid {peer.pid}"
-
     # ---- waits
 
     def publish_wait(self, wait_id: str, text: str | None) -> None:
@@ -305,18 +296,13 @@ class Membership:
 
     # ---- failures of calls whose ranks are not known
 
-    @property
-    def num_at_large(self) -> int:
-        """Number of this rank's failures at large."""
-        return len(self._at_large)
-
     def report_at_large(self, error: BaseException, call: str) -> FailureRecord:
         """Publish this rank's failure in a call whose ranks are not known, and return its record."""
         record = replace(FailureRecord.from_error(error, self._rank, call), is_at_large=True)
-        self._at_large.append(record.id)
+        self.at_large.append(record.id)
         self.known_failures.add(record.id)
         with suppress(RankFailedError):  # the store may be what failed
-            self.store.put(f"raised/{self._rank}/{len(self._at_large)}", record.to_text())
+            self.store.put(f"raised/{self._rank}/{len(self.at_large)}", record.to_text())
         return record
 
     def find_at_large(self, ranks: Iterable[int], claim: str) -> FailureRecord | None:
@@ -326,15 +312,11 @@ class Membership:
         to the first that claims it.
         """
         for rank in ranks:
-            while True:
-                text = self.store.peek(f"raised/{rank}/{self._num_seen.get(rank, 0) + 1}")
-                if text is None:
-                    break
+            while (text := self.store.peek(f"raised/{rank}/{self._num_seen.get(rank, 0) + 1}")) is not None:
                 self._num_seen[rank] = self._num_seen.get(rank, 0) + 1
                 record = FailureRecord.from_text(text)
-                if record.id in self.known_failures:
-                    continue
-                if not self._pair(rank) and self.store.claim(f"claim/{record.id}", claim) == claim:
+                is_new = record.id not in self.known_failures and not self._pair(rank)
+                if is_new and self.store.claim(f"claim/{record.id}", claim) == claim:
                     return record
         return None
 
@@ -344,7 +326,7 @@ class Membership:
         If another rank has claimed this rank's failure, that failed a call there: the two failed different calls.
         """
         paired = self._paired.setdefault(rank, set())
-        for failure_id in self._at_large:
+        for failure_id in self.at_large:
             if failure_id not in paired and self.store.peek(f"claim/{failure_id}") is None:
                 paired.add(failure_id)
                 return True
@@ -358,7 +340,7 @@ class Membership:
         failure_id, is_at_large = failure_of(error)
         if error.rank == self._rank and is_at_large:
             for rank in ranks:
-                self._paired.setdefault(rank, set()).update(self._at_large)
+                self._paired.setdefault(rank, set()).update(self.at_large)
         if failure_id in self.known_failures:
             return True
         return is_at_large and self.store.claim(f"claim/{failure_id}", claim) != claim
@@ -395,6 +377,7 @@ _LOG_SECONDS = 10.0
 _MAX_READ = 64
 """Waits that one look reads at most: a store serves all ranks."""
 _MAX_LISTED = 64
+_NO_PEER = "it has not called xrank in this process group"
 _logger = logging.getLogger(__name__)
 
 
@@ -466,19 +449,9 @@ class LongWait:
     `owes` returns whether this rank still owes another rank's wait, which is for this rank, its event.
     """
 
-    def __init__(
-        self,
-        description: Wait,
-        membership: Membership,
-        owes: Callable[[Wait], bool],
-        *,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._description, self._store = description, membership.store
-        self._membership, self._owes = membership, owes
-        self._clock = clock
-        self._began = clock() - START_SECONDS
-        self._next_look = 0.0
+    def __init__(self, description: Wait, membership: Membership, owes: Callable[[Wait], bool]) -> None:
+        self._description, self._membership, self._owes = description, membership, owes
+        self._began = monotonic() - START_SECONDS
         self._pause = _CYCLE_SECONDS[0]
         self._next_cycle = self._began + 2 * self._pause
         self._next_log = self._began + _LOG_SECONDS
@@ -487,7 +460,7 @@ class LongWait:
         self._votes: dict[str, tuple[Wait, ...]] = {}
 
     def look(self, awaited: Sequence[int], watched: Sequence[int]) -> None:
-        """Raise if the wait will not end; this does nothing if the last look was a moment ago.
+        """Raise if the wait will not end.
 
         Ranks are `awaited` whose event has not come, and `watched` if the call cannot go on without them.
 
@@ -495,20 +468,16 @@ class LongWait:
             RankFailedError: one of them has ended, or failed in a call of ranks that it could not name.
             ContradictionError: this rank and others wait for each other in different gathers.
         """
-        now = self._clock()
-        if now < self._next_look:
-            return
-        self._next_look = now + START_SECONDS
-        call = self._description.call
-        if (death := self._membership.find_death(watched, call)) is not None:
-            raise death.to_error()
-        if (failure := self._membership.find_at_large(awaited, name_of_ranks(self._description.ranks))) is not None:
+        now = monotonic()
+        failure = self._membership.find_death(watched, self._description.call)
+        failure = failure or self._membership.find_at_large(awaited, name_of_ranks(self._description.ranks))
+        if failure is not None:
             raise failure.to_error()
         self.raise_if_confirmed()
         if now >= self._next_cycle:
             self._next_cycle = now + self._pause
             self._pause = min(2 * self._pause, _CYCLE_SECONDS[1])
-            self._vote(self._publish(awaited))
+            self._vote(awaited)
             self.raise_if_confirmed()
         if now >= self._next_log:
             self._next_log = now + 6 * _LOG_SECONDS
@@ -521,17 +490,14 @@ class LongWait:
             with suppress(RankFailedError):  # the store may be gone
                 self._membership.publish_wait(self._id, None)
 
-    def _publish(self, awaited: Sequence[int]) -> Wait:
+    # ---- ranks that wait for each other
+
+    def _vote(self, awaited: Sequence[int]) -> None:
+        """Publish the wait, and confirm it in every cycle of waits that it is in, if this rank owes the wait for it."""
         mine = replace(self._description, id=self._id, awaited=tuple(awaited[:_MAX_LISTED]))
         if (text := mine.to_text()) != self._published:
             self._membership.publish_wait(self._id, text)
             self._published = text
-        return mine
-
-    # ---- ranks that wait for each other
-
-    def _vote(self, mine: Wait) -> None:
-        """Confirm this rank's part of every cycle of waits that it is in: it waits, and owes the wait for it."""
         waits, read, unread = {mine.id: mine}, {mine.rank}, [*mine.awaited]
         while unread and len(waits) < _MAX_READ:
             if (rank := unread.pop(0)) not in read:
@@ -543,7 +509,7 @@ class LongWait:
             name = f"cycle/{_digest(cycle)}"
             if name not in self._votes and self._owes(cycle[-1]):
                 self._votes[name] = cycle
-                self._store.put(f"{name}/{mine.id}", "1")
+                self._membership.store.put(f"{name}/{mine.id}", "1")
 
     def raise_if_confirmed(self) -> None:
         """Raise ContradictionError if all ranks of a cycle have confirmed it: none of them can have gone on since.
@@ -552,7 +518,7 @@ class LongWait:
         the last confirmation all of them waited.
         """
         for name, cycle in self._votes.items():
-            if all(self._store.peek(f"{name}/{wait.id}") is not None for wait in cycle):
+            if all(self._membership.store.peek(f"{name}/{wait.id}") is not None for wait in cycle):
                 raise _make_error(cycle)
 
     # ---- the log
@@ -561,7 +527,9 @@ class LongWait:
         known = []
         for rank in awaited[:4]:
             there = "".join(f"; {wait.call} waits there" for wait in self._membership.read_waits(rank))
-            known.append(f"rank {rank}: {self._membership.describe(rank)}{there}")
+            peer = self._membership.find_peer(rank)
+            place = f"it runs on host {peer.host}, pid {peer.pid}" if peer else _NO_PEER
+            known.append(f"rank {rank}: {place}{there}")
         mine = self._description
         _logger.warning(
             "rank %d has waited %.0f s for %s of %s, in %s (%s)",
@@ -570,10 +538,7 @@ class LongWait:
 
 
 class WaitMonitor:
-    """Looks, in a wait that has become long, for reasons why it will not end.
-
-    `begin` returns the long wait for an event, or None where nothing is known of the ranks.
-    """
+    """Looks, now and then, for reasons why a wait will not end; `begin` returns it once it has become long, or None."""
 
     def __init__(self, begin: Callable[[Awaits], LongWait | None]) -> None:
         self._begin, self._next_look = begin, monotonic() + START_SECONDS
@@ -611,10 +576,9 @@ def _digest(cycle: Sequence[Wait]) -> str:
 
 
 def _cycles(start: Wait, waits: Mapping[str, Wait]) -> Iterator[tuple[Wait, ...]]:
-    """Yield cycles of waits, by id, each from one on: the shortest, up to one for each wait for its rank."""
+    """Yield cycles of waits, by id, each from `start` on: the shortest one for each wait for its rank."""
     for last in waits.values():
         if start.rank in last.awaited and last.rank != start.rank:
-            # The shortest path from the start to the wait for it.
             before = {start.id: start.id}
             queue = [start]
             while queue and last.id not in before:
