@@ -22,7 +22,7 @@ from zlib import crc32
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.errors import CorruptError, UsageError
+from xrank.errors import CorruptError, UsageError, XrankError
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import list_names, make_directory
 from xrank.readers.live.models import LiveModel, read_ranks
@@ -65,14 +65,7 @@ class RankRegistration(Struct, frozen=True):
 
 
 class Address:
-    """A directory that the ranks of both jobs see.
-
-    Args:
-        path: the directory; it is created if it is absent.
-
-    Raises:
-        UsageError: the path is not a directory, or other users may write to it.
-    """
+    """A directory that the ranks of both jobs see; it is created if it is absent."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
@@ -88,32 +81,24 @@ class Address:
         self.trainer_path = os.path.join(self.path, _TRAINER)
 
     def read_trainer(self) -> RankRegistration | None:
-        """Return the trainer's registration; None if no trainer is registered.
-
-        Raises:
-            UsageError: another user has written it.
-            CorruptError: it is damaged.
-        """
+        """Return the trainer's registration; None if no trainer is registered."""
         return self._read(_TRAINER)
 
     def find_trainer_id(self) -> str | None:
-        """Return the id of the trainer's registration, without its content, which may be large; errors as before."""
+        """Return the id of the trainer's registration, without its content, which may be large."""
         return self._read_id(_TRAINER)
 
     def find_all(self, kind: str, known: Mapping[str, RankRegistration] | None = None) -> dict[str, RankRegistration]:
-        """Return the registrations of a kind by file name; those of known names are not read again.
+        """Return the registrations of a kind by file name; those of `known` names are not read again.
 
-        Args:
-            kind: ``engine``: ranks of engines; ``relay``: ranks that lend their weights to other engines; ``left``:
-                the last words of engine ranks that have closed; ``failure``: ends of offers.
-            known: by file name.
+        Kinds are ``engine``: ranks of engines; ``relay``: ranks that lend their weights to other engines; ``left``:
+        the last words of engine ranks that have closed; ``failure``: ends of offers.
         """
         found = {}
         for name in sorted(list_names(self.path)):
             if name.startswith(f"{kind}-") and name.endswith(".json"):
                 with suppress(UsageError):  # anything that another user has put there is not a rank of this job
-                    one = (known or {}).get(name) or self._read(name)
-                    if one is not None:
+                    if (one := (known or {}).get(name) or self._read(name)) is not None:
                         found[name] = one
         return found
 
@@ -129,14 +114,15 @@ class Address:
         """Register an engine rank as of a kind (`find_all`), in place of an earlier registration."""
         return self._write(f"{kind}-{engine}-{rank}.json", {"engine": engine, "rank": rank, **content})
 
-    def write_failure(self, offer: RankRegistration, error: Mapping[str, Any]) -> None:
+    def write_failure(self, offer: RankRegistration, error: XrankError) -> None:
         """Write down why an offer ended, for the ranks of the trainer that have not closed it yet."""
-        self._write(f"failure-{offer.id}.json", {"error": dict(error)})
+        self._write(f"failure-{offer.id}.json", {"error": error.to_record()})
 
-    def read_failure(self, offer: RankRegistration) -> Mapping[str, Any] | None:
+    def read_failure(self, offer: RankRegistration) -> XrankError | None:
         """Return why an offer ended; None if no rank has written it down."""
-        found = self._read(f"failure-{offer.id}.json")
-        return None if found is None else found.describe("the end of an offer", "its error")["error"].table()
+        if (found := self._read(f"failure-{offer.id}.json")) is None:
+            return None
+        return XrankError.from_record(found.describe("the end of an offer", "its error")["error"].table())
 
     def has(self, registration: RankRegistration) -> bool:
         """Return whether a registration, or a newer one in its place, is there."""
@@ -168,8 +154,7 @@ class Address:
 
     def _read(self, name: str) -> RankRegistration | None:
         path = os.path.join(self.path, name)
-        text = _read_own_file(path, _MAX_NBYTES)
-        if text is None:
+        if (text := _read_own_file(path, _MAX_NBYTES)) is None:
             return None
         want = f"a registration of format {_FORMAT}"
         content = Entry.parse(
@@ -203,11 +188,7 @@ def _place_error(path: str, got: str) -> UsageError:
 
 
 def _read_own_file(path: str, nbytes: int) -> bytes | None:
-    """Return the first bytes of a file of this user, None if it is absent; wait for no writer, and follow no link.
-
-    Raises:
-        UsageError: it is not such a file.
-    """
+    """Return the first bytes of a file of this user, None if it is absent; wait for no writer, and follow no link."""
     try:
         fd = os.open(path, READ | NO_LINK)
     except FileNotFoundError:
@@ -254,12 +235,7 @@ def find_trainer_ranks(registration: RankRegistration) -> list[tuple[int, dict[s
 
 
 def read_trainer_model(registration: RankRegistration) -> TrainerModel:
-    """Return the model of a trainer's registration; nothing of the ranks' memory is read.
-
-    Raises:
-        CorruptError: the registration does not describe a model.
-        LayoutError, UsageError: no recipe fits the names; the trainer has raised it before.
-    """
+    """Return the model of a trainer's registration; nothing of the ranks' memory is read."""
     content = registration.describe("a model", "ranks, their parts, a recipe, aliases, a config and names")
     ranks, parts = [rank for rank, _ in find_trainer_ranks(registration)], content["parts"].entries()
     own, _ = choose_config([OwnConfig.from_entry(part["own"]) for part in parts])

@@ -14,9 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine.executor import Budget
 from xrank.engine.planner import Plan, TensorPlan
-from xrank.engine.replicas import spread_copies
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, option
 from xrank.layout.nest_table import NestTable, int_array, join_rows
 from xrank.layout.nests import Nest, canonical, row_major
@@ -24,10 +22,8 @@ from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, Stor
 from xrank.ranks.loans import LendingEndedError, MemoryOffer, MooncakeEngine, PeerSource, UnreadableMemoryError
 from xrank.ranks.memory import LocalBytes, local_bytes, locate_elements
 from xrank.readers.live.models import LiveModel
-from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, RankRegistration, TrainerModel, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (
-    GRACE_SECONDS,
     PAUSE_SECONDS,
     SILENT_SECONDS,
     Pause,
@@ -35,6 +31,7 @@ from xrank.refit.peers import (
     Phase,
     RankStatus,
     check_phase,
+    open_source,
 )
 from xrank.refit.targets import MemoryPlaces, ModuleTarget, TargetPlan, Transfer, make_transfer
 from xrank.storage.entries import Entry
@@ -72,11 +69,7 @@ class TrainerLink(Struct, eq=False):
         return self.registration.number
 
     def read(self) -> list[RankStatus]:
-        """Return the statuses of all ranks; raise a failure of a step once, the end of a rank always.
-
-        Raises:
-            RankFailedError, RankTimeoutError: as `PeerRank.read` and `check_phase`.
-        """
+        """Return the statuses of all ranks; raise a failure of a step once, the end of a rank always."""
         try:
             statuses = [peer.read() for peer in self.peers]
         except (RankFailedError, RankTimeoutError):
@@ -92,7 +85,7 @@ class TrainerLink(Struct, eq=False):
         return statuses
 
     def watch(self) -> None:
-        """Read the statuses for a moment, after a read of memory has failed; errors as `read`."""
+        """Read the statuses for a moment, after a read of memory has failed."""
         end = monotonic() + SILENT_SECONDS
         while monotonic() < end:
             self.read()
@@ -104,10 +97,6 @@ class TrainerLink(Struct, eq=False):
         """Return the statuses once all ranks show one new step; None if another trainer has come to the address.
 
         With a step, no other one is waited for; without, any that is not `engine_step`, which the engine holds.
-
-        Raises:
-            UsageError: the step is past.
-            RankFailedError, RankTimeoutError: as `read`.
         """
         pause, next_look, seen = Pause(), 0.0, None
 
@@ -139,11 +128,7 @@ class TrainerLink(Struct, eq=False):
             pause()
 
     def wait_for_confirmation(self, before: Sequence[RankStatus], check: Callable[[], object]) -> bool:
-        """Wait until all ranks confirm the bytes that were read; return False if they have closed the step.
-
-        Raises:
-            RankFailedError, RankTimeoutError: as `read`.
-        """
+        """Wait until all ranks confirm the bytes that were read; return False if they have closed the step."""
         first: list[RankStatus] | None = None
         pause = Pause()
         while True:
@@ -178,11 +163,6 @@ def connect_trainer(
     """Return a link to a trainer: its ranks answer, and the plan is proven.
 
     `number` is this rank's place among the engine's ranks: each of them reads other replicas than its neighbors.
-
-    Raises:
-        RankFailedError, RankTimeoutError: a trainer rank has ended, or does not answer.
-        UsageError: a trainer rank does not lend by Mooncake.
-        XrankError: as `read_trainer_model` and `ModuleTarget.plan`.
     """
     offers = dict(find_trainer_ranks(registration))
     with ExitStack() as loan:
@@ -195,20 +175,12 @@ def connect_trainer(
         started = monotonic()
         model = read_trainer_model(registration)
         planned = target.plan(model)
-        source = PeerSource(
-            offer,
-            _OWN,
-            offers,
-            model.live.rank.tolist(),
-            model.live.view.tolist(),
-            check=check,
-            timeout_seconds=SILENT_SECONDS,
-            grace_seconds=GRACE_SECONDS,
-            mooncake=_join_mooncake(offers, planned, loan) if by_mooncake else None,
+        mooncake = _join_mooncake(offers, planned, loan) if by_mooncake else None
+        source = open_source(
+            offer, _OWN, offers, model.live.rank.tolist(), model.live.view.tolist(), check=check, mooncake=mooncake
         )
         loan.callback(source.close)
-        budget = Budget.from_memory(max_memory_nbytes, default_workers())
-        transfer = make_transfer(spread_copies(planned.plan, number), planned.tensors, source, budget)
+        transfer = make_transfer(planned, number, source, max_memory_nbytes)
         places, seconds = target.list_places(), monotonic() - started
         return TrainerLink(registration, peers, planned, transfer, places, seconds, by_mooncake, loan.pop_all())
     raise AssertionError
@@ -231,7 +203,6 @@ def _join_mooncake(offers: Mapping[int, Mapping[str, Any]], planned: TargetPlan,
 
 _DIGEST_NBYTES = 16
 _CHUNK_NBYTES = 1 << 20
-"""Rank of this process among the other engine's: none of them."""
 
 
 class Relay:
@@ -368,7 +339,7 @@ class RelayedEngine(Struct, frozen=True, eq=False):
     peers: tuple[PeerRank, ...]
 
     def read(self) -> tuple[RankStatus, ...]:
-        """Return the statuses of all ranks; errors as `PeerRank.read`."""
+        """Return the statuses of all ranks."""
         return tuple(peer.read() for peer in self.peers)
 
     def copy_into(
@@ -384,13 +355,7 @@ class RelayedEngine(Struct, frozen=True, eq=False):
     ) -> EngineCopy | None:
         """Fill a target from the step that all ranks hold, and compare the bytes with their digests.
 
-        Returns:
-            None if there is no newer step, or the engine has begun an update meanwhile.
-
-        Raises:
-            EngineGoneError: a rank of the engine ended, or cannot be read.
-            ContradictionError: a tensor has changed since the engine took the step.
-            XrankError: as `ModuleTarget.plan`.
+        Return None if there is no newer step, or the engine has begun an update meanwhile.
         """
         with self._naming_failures(check):
             before = self.read()
@@ -410,8 +375,7 @@ class RelayedEngine(Struct, frozen=True, eq=False):
                     next_step="take the step from the trainer, or from an engine with the same types",
                 )
         with closing(self._open_source(own, model, check)) as source:
-            budget = Budget.from_memory(max_memory_nbytes, default_workers())
-            transfer = make_transfer(spread_copies(planned.plan, number), planned.tensors, source, budget)
+            transfer = make_transfer(planned, number, source, max_memory_nbytes)
             ready = monotonic()
             begin(planned, offer)
             with self._naming_failures(check):
@@ -478,15 +442,13 @@ class RelayedEngine(Struct, frozen=True, eq=False):
 
     def _open_source(self, own: MemoryOffer, model: TrainerModel, check: Callable[[], object]) -> PeerSource:
         """Return a source of the engine's tensors; behind their records, one for each rank's digests."""
-        return PeerSource(
+        return open_source(
             own,
             _OWN,
             {position: each.content["offer"] for position, each in enumerate(self.registrations)},
             [*model.live.rank.tolist(), *range(len(self.registrations))],
             [*model.live.view.tolist(), *(len(each.content["tensors"]) for each in self.registrations)],
             check=check,
-            timeout_seconds=SILENT_SECONDS,
-            grace_seconds=GRACE_SECONDS,
         )
 
     def _find_changed(

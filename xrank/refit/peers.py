@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from math import inf
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -19,14 +20,14 @@ from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, read_view
-from xrank.ranks.loans import LendingEndedError, PeerOffer, UnreadableMemoryError
+from xrank.ranks.loans import LendingEndedError, PeerOffer, PeerSource, UnreadableMemoryError
 from xrank.ranks.memory import MemoryBytes, address_of
 from xrank.ranks.team import Team
 from xrank.refit.directory import Address, RankRegistration
 
 SILENT_SECONDS = 1.5
 """Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
-GRACE_SECONDS = 0.2
+_GRACE_SECONDS = 0.2
 """Time in which the statuses may still show why another rank's memory cannot be read."""
 PAUSE_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
@@ -147,7 +148,7 @@ _NO_STATUS = RankStatus()
 
 
 class _LentBlock(MemoryBytes):
-    """Memory of this process that other ranks read, as `LocalBytes`; no page is in use before it is written."""
+    """Memory of this process that other ranks read; no page is in use before it is written."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(memoryview(mmap.mmap(-1, nbytes)))
@@ -165,6 +166,10 @@ class StatusBlock(_LentBlock):
         """Replace the status."""
         self.value = status
         self._content[:] = status.to_bytes()
+
+    def update(self, **changes: Any) -> None:
+        """Change some fields of the status."""
+        self.write(replace(self.value, **changes))
 
 
 class OutcomeBlock(_LentBlock):
@@ -209,10 +214,6 @@ class PeerRank:
     """Reads the status of a rank: by the kernel on this host, else over a socket.
 
     The last view of its `MemoryOffer` is its status; `role` is the rank in words, such as ``"trainer rank 3"``.
-
-    Raises:
-        CorruptError: the description is invalid.
-        RankFailedError: its process has ended.
     """
 
     def __init__(self, role: str, rank: int, description: Mapping[str, Any]) -> None:
@@ -249,12 +250,7 @@ class PeerRank:
         return self._last[1]
 
     def read(self) -> RankStatus:
-        """Return its status.
-
-        Raises:
-            RankFailedError: its process ended, no longer lends its memory, or is stopped.
-            RankTimeoutError: it does not answer over the network.
-        """
+        """Return its status; raise RankFailedError or RankTimeoutError if it ended, is stopped or does not answer."""
         with self._lock:
             self.may_return = self.has_answered = False
             self._check_alive()
@@ -344,9 +340,7 @@ class PeerRank:
     def _check_running(self) -> None:
         """Raise if its process has been stopped for two looks."""
         now = monotonic()
-        if self._offer.life is None:
-            return
-        if now >= self._looked_at + _LOOK_SECONDS:
+        if self._offer.life is not None and now >= self._looked_at + _LOOK_SECONDS:
             self._looked_at = now
             if not _is_stopped(self._offer.pid):
                 self._stopped_since = None
@@ -373,6 +367,10 @@ def open_siblings(job: str, team: Team, parts: Sequence[Mapping[str, Any]]) -> l
         for rank, part in zip(team.ranks, parts, strict=True)
         if rank != team.rank
     ]
+
+
+open_source = partial(PeerSource, timeout_seconds=SILENT_SECONDS, grace_seconds=_GRACE_SECONDS)
+"""Makes a source of what ranks lend, which finds a stopped rank as soon as a look at the statuses does."""
 
 
 def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid: int | None = None) -> RankFailedError:
@@ -428,7 +426,7 @@ class EngineRanks:
         return max(self._block.value.round + 1, *(status.round for status in statuses if status is not None), 0)
 
     def check(self) -> None:
-        """Raise if another rank has failed in this call of `update`, has ended, or is stopped; errors as `read`."""
+        """Raise if another rank has failed in this call of `update`, has ended, or is stopped."""
         own = self._block.value.round
         for peer in self._peers:
             status = peer.read()
@@ -656,11 +654,9 @@ class TrainerRanks:
                 raise outcome.error
 
     def find_late(self, step: int) -> list[PeerRank]:
-        """Return the ranks that do not show a step yet.
+        """Return the ranks that do not show a step yet; raise if a rank has ended, or failed or left the step.
 
-        Raises:
-            RankFailedError, RankTimeoutError, ContradictionError: a rank has ended, failed in the step or gone on to
-                another. Of several failures it is the one that the others follow from, as far as this can be seen.
+        Of several failures this raises the one that the others follow from, as far as this can be seen.
         """
         late: list[PeerRank] = []
         reported: list[XrankError] = []
@@ -685,14 +681,10 @@ class TrainerRanks:
     def decide(self, outcome: StepOutcome) -> None:
         """Let the other ranks take an outcome over."""
         self._outcomes.write(outcome)
-        self.block.write(replace(self.block.value, committed=outcome.step))
+        self.block.update(committed=outcome.step)
 
     def wait_until_known(self, step: int) -> None:
-        """Wait until all living ranks have taken the outcome of a step over.
-
-        Raises:
-            RankFailedError: none has, because they took this rank for a failed one.
-        """
+        """Wait until all living ranks have taken the outcome over; raise if none has: they took this rank for dead."""
         known: list[PeerRank] = []
         refusals: list[tuple[PeerRank, RankStatus]] = []
 
@@ -713,12 +705,7 @@ class TrainerRanks:
             check_phase(*refusals[-1])
 
     def find_outcome(self, step: int) -> StepOutcome | None:
-        """Return the outcome of a step once the first rank has decided it.
-
-        Raises:
-            RankFailedError, RankTimeoutError: the first rank has failed or ended, and no rank knows an outcome.
-            ContradictionError: the first rank publishes another step.
-        """
+        """Return the outcome of a step once the first rank has decided it."""
         if self.is_first:
             return None
         first = self.peers[0]
@@ -738,7 +725,7 @@ class TrainerRanks:
 
         Each rank waits for a moment until all have seen each other close.
         """
-        self.block.write(replace(self.block.value, phase=Phase.ENDED, checks=0, cause=cause))
+        self.block.update(phase=Phase.ENDED, checks=0, cause=cause)
         end = monotonic() + _LEAVE_SECONDS
         lost: list[RankFailedError] = []
         for checks in (0, 1):
@@ -756,7 +743,7 @@ class TrainerRanks:
                     return peer.may_return
                 return status.phase is not Phase.ENDED or status.checks < checks
 
-            self.block.write(replace(self.block.value, checks=checks))
+            self.block.update(checks=checks)
             wait_while(self.peers, is_open, end=end)
             if lost:
                 return lost[0]
@@ -780,7 +767,7 @@ class TrainerRanks:
         A rank that shows its failure here takes no outcome from the first rank any more. So if all do, none has one.
         """
         cause = f"{type(error).__name__}: {error}"
-        self.block.write(replace(self.block.value, phase=Phase.FAILED, step=step, cause=cause))
+        self.block.update(phase=Phase.FAILED, step=step, cause=cause)
         knowing: list[PeerRank] = []
 
         def may_know(peer: PeerRank) -> bool:

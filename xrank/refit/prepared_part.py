@@ -35,7 +35,7 @@ from xrank.recipes.lent_model import LentModel
 from xrank.recipes.options import default_workers
 from xrank.recipes.quantization import BlockGrid, Quantization
 from xrank.refit.directory import MADE
-from xrank.refit.peers import GRACE_SECONDS, SILENT_SECONDS
+from xrank.refit.peers import open_source
 
 if TYPE_CHECKING:
     import torch
@@ -83,24 +83,17 @@ class PreparedPart(Struct, eq=False):
         self, own: MemoryOffer, team: Team, offers: Sequence[Mapping[str, Any]], check: Callable[[], object]
     ) -> None:
         """Make the source of the ranks' maxima, once all ranks have described their offers."""
-        self.maxima_source = PeerSource(
+        self.maxima_source = open_source(
             own,
             team.rank,
             {rank: dict(offer) for rank, offer in zip(team.ranks, offers, strict=True)},
             list(team.ranks),
             [len(offer["views"]) - 3 for offer in offers],  # before the outcome and the status
             check=check,
-            timeout_seconds=SILENT_SECONDS,
-            grace_seconds=GRACE_SECONDS,
         )
 
     def fill(self) -> None:
-        """Fill everything that is lent from the present values.
-
-        Raises:
-            ContradictionError: a value that is to be quantized is not finite.
-            XrankError: of the caller's function, or a rank has failed.
-        """
+        """Fill everything that is lent from the present values."""
         for tensor, copy in self.copies:
             copy.copy_(tensor)
         if self.quantized is not None and self.maxima_source is not None:
@@ -129,11 +122,7 @@ def prepare_part(
     *,
     is_snapshot: bool,
 ) -> PreparedPart:
-    """Return a rank's tensors in the form in which they are lent; nothing is filled yet.
-
-    Raises:
-        UsageError: a tensor cannot be quantized part by part, or a made tensor has the name of another one.
-    """
+    """Return a rank's tensors in the form in which they are lent; nothing is filled yet."""
     import torch
 
     gather, position = lent.gather, team.position
@@ -226,9 +215,6 @@ def _choose_forms(
 
     It is the same for all parts of one tensor of the trainer. A tensor that becomes several ones of different types
     stays as it is; engines cast their parts.
-
-    Raises:
-        UsageError: a quantized tensor shares its memory with one that is not.
     """
     wanted: list[set[tuple[str | None, str]]] = [set() for _ in lent.holder]
     if lent.gather.transforms is not None:
@@ -290,11 +276,7 @@ class _QuantizedTensor(Struct, frozen=True, eq=False):
 def _plan_quantized(
     tensors: Sequence[TensorPlan], quantization: Quantization, holder: IntArray, position: int
 ) -> tuple[list[_QuantizedTensor], int]:
-    """Return the quantized tensors of which a rank has a part, and the number of its maxima.
-
-    Raises:
-        UsageError: a tensor's values are changed under its Hugging Face name, or it is tied to another one.
-    """
+    """Return the quantized tensors of which a rank has a part, and the number of its maxima."""
     filled = np.zeros(max(int(holder.max(initial=0)), position) + 1, np.int64)
     first = int(np.searchsorted(holder, position))
     found = []
@@ -369,11 +351,7 @@ class _QuantizedPart(Struct, frozen=True, eq=False):
                     _raise_maxima(into, tensor.box, rows, columns, _take(self.views[view], part))
 
     def encode(self, source: PeerSource) -> None:
-        """Fill the codes and scales from the present values and all ranks' maxima.
-
-        Raises:
-            ContradictionError: a value is not finite.
-        """
+        """Fill the codes and scales from the present values and all ranks' maxima."""
         import torch
 
         for tensor in self.tensors:

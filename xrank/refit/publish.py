@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from xrank.engine.transforms import Transform
 from xrank.errors import (
@@ -227,7 +226,7 @@ class OwnPart:
         """Wait for the work that is queued on the tensors' devices."""
         import torch
 
-        for device in {tensor.device for tensor in self.tensors if tensor.device.type == "cuda"}:
+        for device in {tensor.device for tensor in self.tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
 
     def count_versions(self) -> list[int]:
@@ -275,8 +274,7 @@ def _lend(
 
 def _check_no_trainer(place: Address) -> None:
     """Raise a `UsageError` if a live trainer offers its weights at the address, or may do so on another host."""
-    registration = place.read_trainer()
-    if registration is None:
+    if (registration := place.read_trainer()) is None:
         return
     rank, offer = find_trainer_ranks(registration)[0]
     try:
@@ -389,7 +387,7 @@ class WeightsOffer:
                 self._set(Phase.CLOSED, step)
             if outcome.error is not None:  # if the caller then closes, others see why
                 cause = f"{type(outcome.error).__name__}: {outcome.error}"
-                self._block.write(replace(self._block.value, cause=cause))
+                self._block.update(cause=cause)
                 raise outcome.error
         return PublishReport(step, outcome.takers, outcome.failed, monotonic() - started)
 
@@ -421,8 +419,7 @@ class WeightsOffer:
         Raises:
             RankFailedError: another rank of the trainer has ended without a call of this. The offer is closed.
         """
-        failure = self._end(None)
-        if failure is not None:
+        if (failure := self._end(None)) is not None:
             raise failure
 
     def __enter__(self) -> Self:
@@ -464,11 +461,10 @@ class WeightsOffer:
         if not isinstance(error, RankFailedError):
             rank = self._part.rank
             error = make_failure(f"trainer rank {rank}", rank, f"{type(error).__name__}: {error}")
-        self._place.write_failure(self._registration, error.to_record())
+        self._place.write_failure(self._registration, error)
 
     def _find_noted_failure(self) -> XrankError | None:
-        noted = self._place.read_failure(self._registration) if self._ranks.peers else None
-        return None if noted is None else XrankError.from_record(noted)
+        return self._place.read_failure(self._registration) if self._ranks.peers else None
 
     def _publish_in_place(self, step: int, deadline: Deadline) -> StepOutcome:
         versions = self._part.count_versions()
@@ -478,8 +474,7 @@ class WeightsOffer:
         self._wait_for_fills(step, deadline)
         pause, next_look = Pause(), 0.0
         while True:
-            outcome = self._ranks.find_outcome(step)
-            if outcome is not None:
+            if (outcome := self._ranks.find_outcome(step)) is not None:
                 return outcome
             found, is_due = self._engines.look(step), monotonic() >= next_look
             is_done = self._ranks.is_first and not found.waiting
@@ -488,10 +483,9 @@ class WeightsOffer:
                 # ended. Two in a row spare it another pause.
                 for _ in range(2):
                     self._check_values(versions, step)
-                    self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
+                    self._block.update(checks=self._block.value.checks + 1)
             if is_due or is_done:
-                outcome = self._decide(found, step, deadline)
-                if outcome is not None:
+                if (outcome := self._decide(found, step, deadline)) is not None:
                     return outcome
                 next_look = monotonic() + _SIBLING_SECONDS
             if found.must_confirm:
@@ -511,7 +505,7 @@ class WeightsOffer:
         self._set(Phase.STEADY, step)
         self._wait_for_fills(step, deadline)
         self._check_values(versions, step)
-        self._block.write(replace(self._block.value, checks=1))  # this rank needs no other one any more
+        self._block.update(checks=1)  # this rank needs no other one any more
         pause = Pause()
         while True:
             outcome = self._ranks.find_outcome(step)
@@ -522,12 +516,7 @@ class WeightsOffer:
             pause()
 
     def _decide(self, found: EngineParts, step: int, deadline: Deadline) -> StepOutcome | None:
-        """Decide the outcome of a step on the first rank, once it is known.
-
-        Raises:
-            RankTimeoutError: a rank of the trainer has not come to the step in time.
-            XrankError: as `TrainerRanks.check`.
-        """
+        """Decide the outcome of a step on the first rank, once it is known."""
         if not self._ranks.is_first:
             if deadline.has_passed and self._ranks.peers[0].read().step < step:
                 raise self._late_error(self._ranks.peers[:1], f"come to step {step}", deadline)
@@ -584,8 +573,8 @@ class WeightsOffer:
         wait_while(self._ranks.peers, is_before, between=check)
 
     def _set(self, phase: Phase, step: int, cause: str = "") -> None:
-        old = self._block.value
-        self._block.write(replace(old, phase=phase, step=step, cause=cause, checks=0, generation=old.generation + 1))
+        generation = self._block.value.generation + 1
+        self._block.update(phase=phase, step=step, cause=cause, checks=0, generation=generation)
 
     def _check_call(self, step: int) -> None:
         if self._is_closed:
@@ -598,8 +587,7 @@ class WeightsOffer:
                 want=f"an integer of at least {last + 1}",
                 next_step="number the steps upwards; after a restart make a new offer",
             )
-        failure = self._find_noted_failure()
-        if failure is not None:
+        if (failure := self._find_noted_failure()) is not None:
             raise failure
         present = self._place.find_trainer_id()
         if present is None:  # a rank of this trainer has closed its offer
@@ -613,8 +601,7 @@ class WeightsOffer:
             )
 
     def _check_places(self) -> None:
-        moved = find_moved(self._places, self._list_places())
-        if moved is not None:
+        if (moved := find_moved(self._places, self._list_places())) is not None:
             name, old, new = moved
             raise ContradictionError(
                 f"{name} is not the tensor that was offered",

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from xrank.engine.executor import Budget
 from xrank.errors import (
@@ -164,18 +163,11 @@ def take_weights(
             own = parts[team.position]["offer"]
             engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
             loan.callback(place.remove, place.register("engine", engine, team.rank, {"offer": own}))
-        connect = partial(
-            connect_trainer,
-            target=made,
-            offer=offer,
-            max_memory_nbytes=nbytes,
-            number=team.rank,
-            by_mooncake=is_mooncake(wire, "take_weights"),
-        )
+        by_mooncake = is_mooncake(wire, "take_weights")
         lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
         ranks = EngineRanks(block, open_siblings("engine", team, parts))
         return TakenWeights(
-            place, made, block, offer, ranks, loan.pop_all(), connect, nbytes, team.rank, engine, lender
+            place, made, block, offer, ranks, loan.pop_all(), by_mooncake, nbytes, team.rank, engine, lender
         )
     raise AssertionError
 
@@ -191,14 +183,14 @@ class TakenWeights:
         offer: MemoryOffer,
         siblings: EngineRanks,
         loan: ExitStack,
-        connect: Callable[..., TrainerLink],
+        by_mooncake: bool,
         max_memory_nbytes: int,
         number: int,
         engine: str,
         relay: Relay | None,
     ) -> None:
         self._place, self._target, self._block, self._offer = place, target, block, offer
-        self._siblings, self._loan, self._connect_trainer = siblings, loan, connect
+        self._siblings, self._loan, self._by_mooncake = siblings, loan, by_mooncake
         self._max_memory_nbytes, self._number, self._engine, self._relay = max_memory_nbytes, number, engine, relay
         self._link: TrainerLink | None = None
         self._is_closed = False
@@ -295,7 +287,7 @@ class TakenWeights:
             left = self._place.register("left", self._engine, self._number, content)
             if self._place.find_trainer_id() != self._trainer.id:  # it has closed, and looks no more
                 self._place.remove(left)
-        self._block.write(replace(status, phase=Phase.ENDED, cause=cause, step=held))
+        self._block.update(phase=Phase.ENDED, cause=cause, step=held)
         if self._relay is not None:
             self._relay.close()
         self._drop_link()
@@ -306,21 +298,16 @@ class TakenWeights:
         deadline = Deadline(timeout_seconds)
         if self._is_closed:
             raise UsageError("the weights are closed", next_step="call take_weights again")
-        self._set(Phase.WAITING, round=self._siblings.find_round(), cause="")
+        self._block.update(phase=Phase.WAITING, round=self._siblings.find_round(), cause="")
         self._is_writing = self._is_late = False
         try:
             return work(deadline)
         except BaseException as error:
-            phase = Phase.LATE if self._is_late and not self._is_writing else Phase.FAILED
-            failed = replace(self._block.value, phase=phase, cause=f"{type(error).__name__}: {error}")
+            phase, step = Phase.LATE if self._is_late else Phase.FAILED, self._block.value.step
             if self._is_writing:
-                self.step = None
-                failed = replace(failed, step=-1)  # no other engine may copy the tensors
-            self._block.write(failed)
+                self.step, phase, step = None, Phase.FAILED, -1  # no other engine may copy the tensors
+            self._block.update(phase=phase, step=step, cause=f"{type(error).__name__}: {error}")
             raise
-
-    def _set(self, phase: Phase, **changes: Any) -> None:
-        self._block.write(replace(self._block.value, phase=phase, **changes))
 
     def _update(self, step: int | None, deadline: Deadline) -> UpdateReport:
         while True:
@@ -332,7 +319,7 @@ class TakenWeights:
             found, started = open_statuses[0].step, monotonic()
             moved = self._copy(link)
             copy_seconds = monotonic() - started
-            self._set(Phase.COPIED)
+            self._block.update(phase=Phase.COPIED)
             check = partial(self._check, deadline, "the trainer's confirmation")
             if not link.wait_for_confirmation(open_statuses, check):
                 if step is not None:
@@ -351,7 +338,8 @@ class TakenWeights:
 
     def _begin_writing(self, planned: TargetPlan, step: int, offer: int) -> None:
         self._is_writing = True
-        self._set(Phase.READING, step=step, offer=offer, generation=self._block.value.generation + 1)
+        generation = self._block.value.generation + 1
+        self._block.update(phase=Phase.READING, step=step, offer=offer, generation=generation)
         self._target.begin(planned)
 
     def _commit(self, planned: TargetPlan, step: int, offer: int, deadline: Deadline) -> bool:
@@ -359,11 +347,11 @@ class TakenWeights:
         self._target.finish(planned)
         if self._relay is not None:
             self._relay.record(planned)
-        self._set(Phase.DONE, step=step, offer=offer)
+        self._block.update(phase=Phase.DONE, step=step, offer=offer)
         if not self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
             return False
         self.step, self._held_offer, self._is_writing = step, offer, False
-        self._set(Phase.CLOSED, committed=self._block.value.round)
+        self._block.update(phase=Phase.CLOSED, committed=self._block.value.round)
         return True
 
     def _copy_from_engines(self, deadline: Deadline) -> UpdateReport:
@@ -424,7 +412,15 @@ class TakenWeights:
             self._trainer = trainer or self._trainer
             if trainer is not None:
                 try:
-                    self._link = self._connect_trainer(trainer, check=self._siblings.check)
+                    self._link = connect_trainer(
+                        trainer,
+                        self._target,
+                        self._offer,
+                        self._max_memory_nbytes,
+                        self._siblings.check,
+                        self._number,
+                        by_mooncake=self._by_mooncake,
+                    )
                 except (RankFailedError, RankTimeoutError) as error:
                     failure = error  # an earlier trainer's registration: another one may come
                 else:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
+from xrank.engine.replicas import spread_copies
 from xrank.engine.tensor_target import TensorTarget, check_fillable
 from xrank.engine.windows import share_all
 from xrank.errors import UsageError
@@ -31,6 +32,7 @@ from xrank.ranks.memory import locate_elements
 from xrank.readers.live.models import local_model
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, list_tensors
 from xrank.recipes.load_plan import plan_load
+from xrank.recipes.options import default_workers
 from xrank.refit.directory import TrainerModel
 from xrank.words import list_text
 
@@ -99,11 +101,7 @@ class TargetPlan(Struct, frozen=True, eq=False):
 
 
 class ModuleTarget:
-    """A module or state dict with layouts that are known as for `xrank.load_model`.
-
-    Raises:
-        UsageError: a tensor has no memory.
-    """
+    """A module or state dict with layouts that are known as for `xrank.load_model`."""
 
     def __init__(self, module: FilledModule, layouts: LayoutMap | None, mesh: Any, rank: int, world_size: int) -> None:
         check_materialised(module)
@@ -115,7 +113,7 @@ class ModuleTarget:
         return list_places(self._module)
 
     def plan(self, model: TrainerModel) -> TargetPlan:
-        """Return the proven copies from a trainer's model; errors as `xrank.load_model`."""
+        """Return the proven copies from a trainer's model."""
         local = local_model(
             self._module, layouts=self._layouts, mesh=self._mesh, rank=self._rank, world_size=self._world_size
         )
@@ -143,22 +141,14 @@ class ModuleTarget:
 
 
 class LoaderTarget(ModuleTarget):
-    """The parameters that an engine's own loader fills. The loader runs once on stand-ins, which shows its copies.
-
-    Raises:
-        UsageError: a parameter has no memory.
-    """
+    """The parameters that an engine's own loader fills. The loader runs once on stand-ins, which shows its copies."""
 
     def __init__(self, module: FilledModule, load: Loader) -> None:
         super().__init__(module, None, None, 0, 1)
         self._load = load
 
     def plan(self, model: TrainerModel) -> TargetPlan:
-        """Return the proven copies from a trainer's model.
-
-        Raises:
-            UsageError: the loader leaves elements of a parameter unwritten, writes some twice, or replaces it.
-        """
+        """Return the proven copies from a trainer's model."""
         import torch
 
         from xrank.refit.recording import record_loader  # it imports torch
@@ -168,8 +158,7 @@ class LoaderTarget(ModuleTarget):
         try:
             recording = record_loader(self._load, self._list_parameters(), shapes)
         finally:
-            moved = find_moved(places, self.list_places())
-            if moved is not None:
+            if (moved := find_moved(places, self.list_places())) is not None:
                 raise UsageError(
                     f"{moved[0]}: the loader replaces the parameter in place of filling it",
                     tensor=moved[0],
@@ -239,12 +228,7 @@ class SpanCall(Struct, frozen=True, eq=False):
 
 
 def find_runs(nests: NestTable, width: int) -> Runs:
-    """Return the runs of nests from one record (x) to one tensor (y), as byte offsets.
-
-    Args:
-        nests: canonical; addresses in elements.
-        width: bytes of an element.
-    """
+    """Return the runs of canonical nests from a record (x) to a tensor (y) of elements of so many bytes."""
     depth, lengths = run_lengths(nests)
     nest, there, here = np.arange(len(nests)), nests.x, nests.y
     for level in range(int(depth.max(initial=0))):
@@ -319,10 +303,6 @@ class Transfer(Struct, eq=False):
         """Fill all tensors once, and return the number of bytes that were read.
 
         The bytes are those of one step only if the trainer's statuses are the same before and after.
-
-        Raises:
-            LendingEndedError, UnreadableMemoryError: a trainer rank's memory cannot be read any more.
-            RankFailedError, RankTimeoutError: as `PeerSource.read_into`.
         """
         self._run_calls(check)
         if self.buffered is None:
@@ -373,12 +353,16 @@ class Transfer(Struct, eq=False):
             raise failures[0]
 
 
-def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSource, budget: Budget) -> Transfer:
-    """Return the copies of a proven plan; nothing is read yet, and no replicas: their own ranks compare them."""
+def make_transfer(planned: TargetPlan, number: int, source: PeerSource, max_memory_nbytes: int) -> Transfer:
+    """Return the copies of a plan, spread over replicas by the rank's `number`; nothing is read yet.
+
+    The replicas are not compared: their own ranks do that.
+    """
+    plan = spread_copies(planned.plan, number)
     runs: dict[SpanMemory, list[Runs]] = {}
     files: list[FilePlan] = []
     buffered: list[torch.Tensor] = []
-    for one, tensor in zip(plan.tensors, tensors, strict=True):
+    for one, tensor in zip(plan.tensors, planned.tensors, strict=True):
         found = _find_direct(one, tensor, source)
         if found is None:
             none = int_array([])
@@ -391,9 +375,9 @@ def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSourc
     calls = [[(memory, call) for call in cut_calls(join_runs(parts))] for memory, parts in runs.items()]
     # Calls of different processes in turn: two readers of one process wait for its lock.
     in_turn = [one for turn in zip_longest(*calls) for one in turn if one is not None]
-    return Transfer(
-        plan.nbytes, source, in_turn, Plan(plan.source, tuple(files)) if files else None, tuple(buffered), budget
-    )
+    rest = Plan(plan.source, tuple(files)) if files else None
+    budget = Budget.from_memory(max_memory_nbytes, default_workers())
+    return Transfer(plan.nbytes, source, in_turn, rest, tuple(buffered), budget)
 
 
 def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> list[tuple[SpanMemory, Runs]] | None:
