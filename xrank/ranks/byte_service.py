@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from xrank.errors import CorruptError, IncompleteError, UsageError
 from xrank.ranks.directory_messages import make_receipt_error
-from xrank.ranks.memory import MemoryBytes, ServedBytes, make_no_memory_error, row_major_bytes
+from xrank.ranks.memory import LocalBytes, MemoryBytes, make_no_memory_error, row_major_bytes
 from xrank.ranks.memory_messages import ALIGNMENT, new_buffer
 from xrank.storage.entries import Entry
 from xrank.system import close_read, descriptor_limit, keep_descriptors_free
@@ -380,7 +380,7 @@ class PeerService:
 
     def __init__(
         self,
-        views: Mapping[int, ServedBytes],
+        views: Mapping[int, LocalBytes],
         *,
         across_hosts: bool,
         addresses: Sequence[str] = (),
@@ -596,7 +596,7 @@ class _Guest:
         self.received = b""
         self.watched = int(select.EPOLLIN)
         self.is_replying = False
-        self.view: ServedBytes | None = None
+        self.view: LocalBytes | None = None
         self.position = self.end = 0
         self.part_left = 0
         """Bytes from `position` on that belong to a part whose beginning was sent."""

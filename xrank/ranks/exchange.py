@@ -190,17 +190,6 @@ _PURE_PATHS: dict[str, type[PurePosixPath | PureWindowsPath]] = {
 }
 
 
-def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
-    """Check that a tensor has all of its elements."""
-    import torch
-
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        name, step = type(tensor).__qualname__, "gather its plain tensors (for a DTensor, tensor.to_local())"
-        what = f"{where} is a {type(tensor).__module__}.{name}"
-        raise UsageError(what, got=name, want="a plain tensor or a Parameter", next_step=step)
-    check_dense(tensor, where)
-
-
 def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tensor]]:
     """Return a JSON-able tree and the tensors it refers to by number; UsageError names a part that cannot be sent."""
     packer = _Packer(where)
@@ -382,7 +371,13 @@ class _Packer:
         return [[name, self.pack(item, f"{where}.{name}")] for name, item in attributes.items()]
 
     def _number(self, tensor: torch.Tensor, where: str) -> int:
-        check_sendable(tensor, where)
+        import torch
+
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            name, step = type(tensor).__qualname__, "gather its plain tensors (for a DTensor, tensor.to_local())"
+            what = f"{where} is a {type(tensor).__module__}.{name}"
+            raise UsageError(what, got=name, want="a plain tensor or a Parameter", next_step=step)
+        check_dense(tensor, where)
         # Views of one memory get one number. Empty tensors have no memory: they are one only if they are one object.
         place = tensor.data_ptr() or -id(tensor)
         view = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
@@ -456,36 +451,6 @@ class WriterMessage(NamedTuple):
             raise damage_error(
                 f"the message of rank {rank} is not one of a gather", str(error)[:200], rank=rank
             ) from None
-
-
-def is_small(header: str, tensors: Sequence[torch.Tensor], max_nbytes: int) -> bool:
-    """Return whether a message of that payload has room for a value."""
-    return len(header) <= _INLINE_NBYTES and sum([tensor.nbytes + _ALIGNMENT for tensor in tensors]) <= max_nbytes
-
-
-def encode_message(
-    number: int,
-    call: tuple[str, str | None, tuple[str, int]],
-    *,
-    inline: tuple[str, Sequence[torch.Tensor]] | None,
-    receipt: bytes,
-    is_json: bool,
-) -> Message:
-    """Return the message by which a rank sends its value to the gathering rank.
-
-    Args:
-        number: the call's number, counted alike on all ranks.
-        call: the function's name, the user's key, and file and line of the call.
-        inline: header and tensors of the value, if it fits into the message.
-        receipt: the place of a larger value (`MessageWorkspace.publish`); else empty.
-        is_json: whether the wire carries JSON only.
-    """
-    header, tensors = inline or ("", ())
-    description = _encode_description(*call, header)
-    parts = [_HEAD.pack(number, len(description), len(receipt)), description, receipt, *map(_pad_bytes, tensors)]
-    if is_json:
-        return Message({"told": b"".join(parts).decode("latin-1")})
-    return Message({}, b"".join(parts))
 
 
 @lru_cache(maxsize=64)
@@ -621,19 +586,17 @@ class GatherExchange:
     def send(self, call: Call, value: object) -> None:
         """Publish a value where the first rank can read it, and notify the first rank."""
         header, tensors = split_value(value)
-        max_nbytes = self.group.wire.max_payload_nbytes
-        is_inline, receipt = is_small(header, tensors, max_nbytes), ""
-        if not is_inline:
+        max_nbytes, receipt = self.group.wire.max_payload_nbytes, b""
+        if len(header) > _INLINE_NBYTES or sum([tensor.nbytes + _ALIGNMENT for tensor in tensors]) > max_nbytes:
             with explain_size_limit("the value of this rank", sum(tensor.nbytes for tensor in tensors)):
                 # Published before the message is sent: a receipt promises that the value can be read.
-                receipt = self._receipts[call.number] = self._messages.publish(header, tensors)
-        message = encode_message(
-            call.number,
-            (call.function, call.key, call.place),
-            inline=(header, tensors) if is_inline else None,
-            receipt=receipt.encode(),
-            is_json=not max_nbytes,
-        )
+                text = self._receipts[call.number] = self._messages.publish(header, tensors)
+            header, tensors, receipt = "", [], text.encode()
+        description = _encode_description(call.function, call.key, call.place, header)
+        head = _HEAD.pack(call.number, len(description), len(receipt))
+        payload = b"".join((head, description, receipt, *map(_pad_bytes, tensors)))
+        # A wire without payloads carries JSON only.
+        message = Message({}, payload) if max_nbytes else Message({"told": payload.decode("latin-1")})
         self.group.send(self.group.first, message, call.number)
         self.group.arrive(call.number)
 

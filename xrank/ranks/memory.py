@@ -145,10 +145,12 @@ def make_no_memory_error(
 _CHUNK_NBYTES = 1 << 20
 
 
-class ServedBytes(Protocol):
-    """Bytes that a service sends."""
+class LocalBytes(Protocol):
+    """Bytes of this process that a service sends, such as a tensor's, row-major. Several threads may read at once."""
 
     nbytes: int
+    address: int | None
+    """Address of all bytes in this process's memory; None if they are strided, on a device, or empty."""
 
     def find_row(self, start: int, nbytes: int) -> memoryview | None:
         """Return the bytes from `start` on in place; None if they are not in a row in this process's memory."""
@@ -158,10 +160,11 @@ class ServedBytes(Protocol):
 
 
 class MemoryBytes:
-    """Memory of this process as `ServedBytes`."""
+    """Writable memory of this process as `LocalBytes`."""
 
     def __init__(self, memory: memoryview) -> None:
         self.nbytes, self._content = len(memory), memory
+        self.address: int | None = address_of(memory) if memory else None
 
     def find_row(self, start: int, nbytes: int) -> memoryview | None:
         """Return the bytes from `start` on in place."""
@@ -170,13 +173,6 @@ class MemoryBytes:
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
         into[:] = self._content[start : start + len(into)]
-
-
-class LocalBytes(ServedBytes, Protocol):
-    """A tensor's row-major bytes. Several threads may read at once."""
-
-    address: int | None
-    """Address of all bytes in this process's memory; None if they are strided, on a device, or empty."""
 
 
 def local_bytes(tensor: torch.Tensor) -> TensorBytes:

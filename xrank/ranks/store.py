@@ -62,51 +62,46 @@ def read_run_id(environ: Mapping[str, str]) -> str | None:
     return setting(environ, "XRANK_RUN_ID") if launch is None else launch.run_id
 
 
+_LAUNCHERS = {
+    "torchrun": (
+        ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+    ),
+    # salloc and sbatch shells carry SLURM_PROCID=0 and job-wide counts too: only a step has tasks that cooperate.
+    "srun": (("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), "SLURM_LOCALID", "", "SLURM_RESTART_COUNT"),
+    "mpirun": (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",
+    ),
+    "bare": (("RANK", "WORLD_SIZE"), "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),
+}
+"""Launcher -> its variables: marks, of which the last two are rank and world size, local rank, number of ranks on this
+host, restarts. torchrun comes first, since ``srun torchrun`` is common and torchrun made the ranks."""
+
+
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launcher's description of this process, or None without a launcher.
-
-    torchrun's marks win over srun's and mpirun's, since ``srun torchrun`` is common and torchrun made the ranks.
-
-    Raises:
-        UsageError: a variable is not a number, or a rank is outside its world.
-    """
-    own_id = setting(environ, "XRANK_RUN_ID")
-    if "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "WORLD_SIZE" in environ:
-        return Launch(
-            *_plain_ranks(environ),
+    """Return the launcher's description of this process, or None without a launcher."""
+    for launcher, (marks, local_name, local_count, attempt) in _LAUNCHERS.items():
+        if any(mark not in environ for mark in marks):
+            continue
+        local_rank = _number(environ, local_name, 0)
+        rank, world_size = (_number(environ, mark) for mark in marks[-2:])
+        num_here = _number(environ, local_count, local_rank + 1)
+        run_id = None
+        if launcher == "torchrun" and environ["TORCHELASTIC_RUN_ID"] not in ("", "none"):
             # Every torchrun without --rdzv-id and --standalone has the id "none" (torch/distributed/run.py:
             # get_args_parser): used as an id, it would make last week's states look like this run's.
-            run_id=own_id
-            or (environ["TORCHELASTIC_RUN_ID"] if environ["TORCHELASTIC_RUN_ID"] not in ("", "none") else None),
-            attempt=environ.get("TORCHELASTIC_RESTART_COUNT"),
-            launcher="torchrun",
-        )
-    # salloc and sbatch shells carry SLURM_PROCID=0 and job-wide counts too: only a step has tasks that cooperate.
-    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        local_rank = _number(environ, "SLURM_LOCALID", 0)
-        job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-        return Launch(
-            _number(environ, "SLURM_PROCID"),
-            _number(environ, "SLURM_STEP_NUM_TASKS"),
-            local_rank,
-            _slurm_tasks_here(environ) or local_rank + 1,
-            run_id=own_id or (f"{job}.{step}" if job and step else None),
-            attempt=environ.get("SLURM_RESTART_COUNT"),
-            launcher="srun",
-        )
-    if "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
-        local_rank = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-        return Launch(
-            _number(environ, "OMPI_COMM_WORLD_RANK"),
-            _number(environ, "OMPI_COMM_WORLD_SIZE"),
-            local_rank,
-            _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", local_rank + 1),
-            run_id=own_id,
-            attempt=None,
-            launcher="mpirun",
-        )
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return Launch(*_plain_ranks(environ), run_id=own_id, attempt=None, launcher="bare")
+            run_id = environ["TORCHELASTIC_RUN_ID"]
+        elif launcher == "srun":
+            job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
+            run_id = f"{job}.{step}" if job and step else None
+            num_here = _slurm_tasks_here(environ) or num_here
+        run_id = setting(environ, "XRANK_RUN_ID") or run_id
+        return Launch(rank, world_size, local_rank, num_here, run_id, environ.get(attempt), launcher)
     return None
 
 
@@ -117,16 +112,6 @@ def read_keras_jobs(environ: Mapping[str, str]) -> KerasJobs:
         for name in ("KERAS_DISTRIBUTION_NUM_PROCESSES", "KERAS_DISTRIBUTION_PROCESS_ID")
     )
     return KerasJobs(environ.get("KERAS_DISTRIBUTION_JOB_ADDRESSES"), count, place)
-
-
-def _plain_ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
-    local_rank = _number(environ, "LOCAL_RANK", 0)
-    return (
-        _number(environ, "RANK"),
-        _number(environ, "WORLD_SIZE"),
-        local_rank,
-        _number(environ, "LOCAL_WORLD_SIZE", local_rank + 1),
-    )
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:

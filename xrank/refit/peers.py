@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, read_view
 from xrank.ranks.loans import LendingEndedError, PeerOffer, PeerSource, UnreadableMemoryError
-from xrank.ranks.memory import MemoryBytes, address_of
+from xrank.ranks.memory import MemoryBytes
 from xrank.ranks.team import Team
 from xrank.refit.directory import Address, RankRegistration
 
@@ -147,19 +147,11 @@ class StepOutcome(Struct, frozen=True):
 _NO_STATUS = RankStatus()
 
 
-class _LentBlock(MemoryBytes):
-    """Memory of this process that other ranks read; no page is in use before it is written."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(memoryview(mmap.mmap(-1, nbytes)))
-        self.address: int | None = address_of(self._content)
-
-
-class StatusBlock(_LentBlock):
+class StatusBlock(MemoryBytes):
     """This rank's status; one thread writes it. A reader that sees a part of it reads again."""
 
     def __init__(self, status: RankStatus = _NO_STATUS) -> None:
-        super().__init__(STATUS_NBYTES)
+        super().__init__(memoryview(mmap.mmap(-1, STATUS_NBYTES)))
         self.write(status)
 
     def write(self, status: RankStatus) -> None:
@@ -172,11 +164,11 @@ class StatusBlock(_LentBlock):
         self.write(replace(self.value, **changes))
 
 
-class OutcomeBlock(_LentBlock):
+class OutcomeBlock(MemoryBytes):
     """The last outcome that this rank knows. Its status shows the step of it afterwards."""
 
     def __init__(self) -> None:
-        super().__init__(_OUTCOME_NBYTES)
+        super().__init__(memoryview(mmap.mmap(-1, _OUTCOME_NBYTES)))  # no page is in use before it is written
 
     def write(self, outcome: StepOutcome) -> None:
         """Replace the outcome."""

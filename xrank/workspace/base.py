@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -114,6 +114,34 @@ class IdentifiedWorkspace:
     def run_id(self) -> str | None:
         """Distinguishes this run from others; None if nothing does."""
         return self._identity.run_id
+
+
+class MessagingWorkspace(IdentifiedWorkspace):
+    """Base of workspaces that are a `MessageWorkspace`, too: passes messages on to one, if they have a place."""
+
+    _messages: MessageWorkspace | None
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Write a message; see `MessageWorkspace`."""
+        return self._carrier().publish(header, tensors)
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message; see `MessageWorkspace`. In memory, UsageError: the sender is on another host."""
+        return self._carrier().fetch(rank, receipt)
+
+    def retire(self, receipt: str) -> None:
+        """Release a message; see `MessageWorkspace`."""
+        self._carrier().retire(receipt)
+
+    def close(self) -> None:
+        """Release this rank's messages; its state stays. A second call does nothing."""
+        if self._messages is not None:
+            self._messages.close()
+
+    def _carrier(self) -> MessageWorkspace:
+        if self._messages is None:
+            raise make_place_error(self)
+        return self._messages
 
 
 def make_place_error(workspace: IdentifiedWorkspace) -> UsageError:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from xrank.errors import UsageError, check_no_url
 from xrank.ranks.directory_messages import DirectoryMessages, check_state_owner, list_names, make_directory
 from xrank.ranks.memory import explain_no_space
 from xrank.storage.places import state_file_name
-from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
+from xrank.workspace.base import MessagingWorkspace, check_rank, find_identity, make_place_error
 from xrank.workspace.states import StateArchive, make_state_archive, read_run_id, read_state
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 
-class NFSWorkspace(IdentifiedWorkspace):
+class NFSWorkspace(MessagingWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
     Construction creates the directory. It removes this rank's files of earlier runs: a state with another run id or
@@ -64,7 +64,7 @@ class NFSWorkspace(IdentifiedWorkspace):
             _check_directory(workspace_path)
         self._path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
         self._identity = find_identity(rank, world_size, run_id)
-        self._messages: DirectoryMessages | None = None
+        self._messages = None
         if self._path is not None:
             self._settle(self._path)
             self._messages = DirectoryMessages(self._path, self.rank)
@@ -139,28 +139,6 @@ class NFSWorkspace(IdentifiedWorkspace):
 
     patience_seconds = DirectoryMessages.patience_seconds
     """How long a message may stay invisible; see `MessageWorkspace`."""
-
-    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Write a message under a name that is never reused; see `MessageWorkspace`."""
-        return self._carrier().publish(header, tensors)
-
-    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message after verifying its checksums; see `MessageWorkspace`."""
-        return self._carrier().fetch(rank, receipt)
-
-    def retire(self, receipt: str) -> None:
-        """Remove a message; see `MessageWorkspace`."""
-        self._carrier().retire(receipt)
-
-    def close(self) -> None:
-        """Remove this rank's messages; its state stays. A second call does nothing."""
-        if self._messages is not None:
-            self._messages.close()
-
-    def _carrier(self) -> DirectoryMessages:
-        if self._messages is None:
-            raise make_place_error(self)
-        return self._messages
 
     def _place(self) -> str:
         if self._path is None:

@@ -8,10 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from xrank.errors import UsageError, XrankError
-from xrank.storage.client import ObjectStore
 from xrank.storage.places import state_file_name
 from xrank.storage.stores import open_store
 from xrank.storage.uploads import WRITABLE, Uploads, upload_object
@@ -23,42 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from xrank.layout.layout_map import LayoutMap
-
-
-class ObjectPlace(Struct, frozen=True):
-    """A prefix in a bucket. It holds no connection, so that a forked process may use it."""
-
-    url: str
-
-    @classmethod
-    def from_url(cls, path: str | os.PathLike[str]) -> ObjectPlace:
-        """Return the place of a URL; UsageError if ranks cannot write states there."""
-        url = clean_path(path)
-        want = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory that all ranks mount"
-        if not is_url(url) or split_url(url).scheme not in WRITABLE:
-            raise UsageError(
-                f"{url}: a workspace is in S3, Google Cloud Storage, Azure, or in a directory", file=url, want=want
-            )
-        if not split_url(url).key:
-            raise UsageError(f"{url} is a whole bucket", file=url, want=want, next_step=f"give {url}/NAME")
-        return cls(url)
-
-    @property
-    def store(self) -> ObjectStore:
-        """The bucket."""
-        return open_store(self.url)[0]
-
-    def open_uploads(self) -> Uploads:
-        """Return uploads to the bucket; the caller closes them."""
-        return Uploads(self.store, self.url)
-
-    def key(self, name: str) -> str:
-        """Return the key of an object in this place."""
-        return f"{split_url(self.url).key}/{name}"
-
-    def url_of(self, name: str) -> str:
-        """Return the URL of an object in this place."""
-        return f"{self.url}/{name}"
 
 
 class ObjectWorkspace(IdentifiedWorkspace):
@@ -91,21 +52,21 @@ class ObjectWorkspace(IdentifiedWorkspace):
         world_size: int | None = None,
         run_id: str | None = None,
     ) -> None:
-        self._place = None if workspace_path is None else ObjectPlace.from_url(workspace_path)
+        self._url = None if workspace_path is None else _check_url(workspace_path)
         self._identity = find_identity(rank, world_size, run_id)
-        if self._place is not None:
+        if self._url is not None:
             with self._naming():
-                self._settle(self._place)
+                self._settle(self._url)
 
     @property
     def is_initialized(self) -> bool:
         """Whether the workspace has a URL."""
-        return self._place is not None
+        return self._url is not None
 
     @property
     def url(self) -> str | None:
         """The URL of the prefix; None if the workspace is uninitialized."""
-        return None if self._place is None else self._place.url
+        return self._url
 
     def write_configs_and_weights(
         self,
@@ -120,13 +81,11 @@ class ObjectWorkspace(IdentifiedWorkspace):
         Tensors are copied as by `NFSWorkspace`, and 20 MiB for the parts on their way. A kill may leave an upload that
         no reader sees; the next construction for this rank removes it, and so does ``xrank clean``.
         """
-        place = self._initialized()
+        url = self._place()
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
-        key = place.key(state_file_name(self.rank))
         with self._naming():
-            uploads = place.open_uploads()
-            mark = secrets.token_hex(8)
-            upload_object(uploads, key, archive.pass_to, nbytes=archive.nbytes, mark=mark)
+            store, key = open_store(f"{url}/{state_file_name(self.rank)}")
+            upload_object(Uploads(store, url), key, archive.pass_to, nbytes=archive.nbytes, mark=secrets.token_hex(8))
 
     def read_configs_and_weights_from_rank(
         self, target_rank: int
@@ -135,22 +94,23 @@ class ObjectWorkspace(IdentifiedWorkspace):
 
         A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``.
         """
-        place, rank = self._initialized(), check_rank(target_rank)
-        state = read_state(place.url_of(state_file_name(rank)), rank, self.world_size, self.run_id)
+        url, rank = self._place(), check_rank(target_rank)
+        state = read_state(f"{url}/{state_file_name(rank)}", rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
-    def _initialized(self) -> ObjectPlace:
-        if self._place is None:
+    def _place(self) -> str:
+        if self._url is None:
             raise make_place_error(self)
-        return self._place
+        return self._url
 
-    def _settle(self, place: ObjectPlace) -> None:
-        name = state_file_name(self.rank)
-        uploads = place.open_uploads()
-        if self.run_id is None or read_run_id(place.url_of(name)) != self.run_id:
-            place.store.delete(place.key(name))
-        for key, upload_id, _ in [*uploads.list_uploads(place.key(name))]:
-            if key == place.key(name):
+    def _settle(self, url: str) -> None:
+        state = f"{url}/{state_file_name(self.rank)}"
+        store, own_key = open_store(state)
+        uploads = Uploads(store, url)
+        if self.run_id is None or read_run_id(state) != self.run_id:
+            store.delete(own_key)
+        for key, upload_id, _ in [*uploads.list_uploads(own_key)]:
+            if key == own_key:
                 uploads.abort(key, upload_id)
 
     @contextlib.contextmanager
@@ -161,3 +121,16 @@ class ObjectWorkspace(IdentifiedWorkspace):
         except XrankError as error:
             error.about(f"rank {self.rank}", rank=self.rank)
             raise
+
+
+def _check_url(path: str | os.PathLike[str]) -> str:
+    """Return a URL without its superfluous parts; UsageError if ranks cannot write states there."""
+    url = clean_path(path)
+    want = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory that all ranks mount"
+    if not is_url(url) or split_url(url).scheme not in WRITABLE:
+        raise UsageError(
+            f"{url}: a workspace is in S3, Google Cloud Storage, Azure, or in a directory", file=url, want=want
+        )
+    if not split_url(url).key:
+        raise UsageError(f"{url} is a whole bucket", file=url, want=want, next_step=f"give {url}/NAME")
+    return url

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from xrank import environment
@@ -18,7 +18,7 @@ from xrank.ranks.memory import NO_MEMORY, make_no_memory_error
 from xrank.ranks.memory_messages import MemoryFile, MemoryMessages, MemoryPlace, open_place
 from xrank.ranks.store import LocalStore, Store, find_store, group_place
 from xrank.system import after_fork_in_child
-from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity
+from xrank.workspace.base import MessagingWorkspace, check_rank, find_identity
 from xrank.workspace.states import make_state_archive, read_run_id, read_state
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _held: dict[str, MemoryFile] = {}
 """This process's states by nonce. They outlive their workspaces, as a file outlives the object that wrote it."""
 
 
-class SharedMemoryWorkspace(IdentifiedWorkspace):
+class SharedMemoryWorkspace(MessagingWorkspace):
     """Keeps each rank's state in memory, for ranks of one host; a `Workspace` and a `MessageWorkspace`.
 
     A state lasts until its rank writes again, calls `close`, constructs its workspace for another run, or ends in any
@@ -148,30 +148,12 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
                 raise
         return (None, None) if state is None else state
 
-    @property
-    def patience_seconds(self) -> float:
-        """How long a message may stay invisible; see `MessageWorkspace`."""
-        return MemoryMessages.patience_seconds
-
-    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Write a message to an arena of this rank; see `MessageWorkspace`."""
-        return self._messages.publish(header, tensors)
-
-    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message, in place in the sender's arena if that is quicker; see `MessageWorkspace`.
-
-        Raises:
-            UsageError: besides `MessageWorkspace`'s cases, the sender is on another host.
-        """
-        return self._messages.fetch(rank, receipt)
-
-    def retire(self, receipt: str) -> None:
-        """Release a message; see `MessageWorkspace`."""
-        self._messages.retire(receipt)
+    patience_seconds = MemoryMessages.patience_seconds
+    """How long a message may stay invisible; see `MessageWorkspace`."""
 
     def close(self) -> None:
         """Release this rank's state and messages; other ranks no longer find them. A second call does nothing."""
-        self._messages.close()
+        super().close()
         if self._store is not None:
             self._forget(self._store, self._store.peek(_name(self.rank)))
 
