@@ -29,7 +29,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from xrank.errors import UsageError
-from xrank.refit.receive import TakenWeights, UpdateReport, take_weights
+from xrank.refit.receive import TakenWeights, take_weights
+from xrank.refit.targets import UpdateReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -155,8 +155,7 @@ class PeerRefusalError(Exception):
 class PeerConnection:
     """One connection on which both sides have proven themselves; one thread at a time may use it.
 
-    The constructor raises PeerGoneError if another process answers there, or the lender rejects this one, and closes
-    the socket.
+    If the proof fails, the constructor closes the socket and raises PeerGoneError.
     """
 
     def __init__(self, sock: socket.socket, token: bytes, tick: Tick) -> None:
@@ -231,10 +230,7 @@ class PeerConnection:
 
 
 def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes, tick: Tick) -> PeerConnection:
-    """Return a connection to the service of a description: within the host if possible, else by the network.
-
-    PeerGoneError: no process that knows the token answers at any address.
-    """
+    """Return a connection to a service that knows the token: within the host if possible, else by the network."""
     since = monotonic()
     places: list[tuple[int, str | tuple[str, int]]] = [(socket.AF_UNIX, f"\0{name}")]
     if port is not None:

@@ -531,12 +531,9 @@ class Call(NamedTuple):
 
 
 class GatherExchange:
-    """The gathers of one group of ranks; one thread at a time uses it.
+    """The gathers of one group of ranks, which a meeting of that number made; one thread at a time uses it.
 
-    Args:
-        group: the ranks.
-        messages: workspace of this exchange alone, for values that are too large for the group's wire.
-        meeting: number of the meeting that made the group.
+    `messages` is a workspace of this exchange alone, for values that are too large for the group's wire.
     """
 
     def __init__(self, group: RankGroup, messages: MessageWorkspace, meeting: int = 0) -> None:
@@ -603,12 +600,7 @@ class GatherExchange:
     # ---- the first rank's side
 
     def collect(self, call: Call, own: Any) -> list[Any]:
-        """Return the values of all ranks, `own` first. The caller owns the others' values.
-
-        Raises:
-            ContradictionError: a rank is at another gather, by its description or by its value.
-            RankFailedError, RankTimeoutError: a rank failed, or did not arrive in time.
-        """
+        """Return the values of all ranks, `own` first. The caller owns the others' values."""
         values: dict[int, Any] = {}
         for rank in self.group.others:
             if (rank, call.number) in self._early:
@@ -679,12 +671,7 @@ class GatherExchange:
     # ---- both
 
     def finish(self, call: Call, *, early_exit: bool) -> None:
-        """Leave a call together with all other ranks; with `early_exit`, as soon as the first rank has the value.
-
-        Raises:
-            RankFailedError: another rank failed meanwhile, or a gather inside this one's body failed.
-            RankTimeoutError: a body has not ended `timeout_seconds` after the first rank's body.
-        """
+        """Leave a call together with all other ranks; with `early_exit`, as soon as the first rank has the value."""
         self._raise_failure()
         self.group.end_body()
         self.is_leaving = True

@@ -238,13 +238,12 @@ def failure_check() -> Callable[[], None]:
 
     It raises RankFailedError if one of them has failed: a value that is awaited inside may then never come.
     """
-    gathers = tuple(_open.gathers)
+    return partial(_look, tuple(_open.gathers))
 
-    def check() -> None:
-        for exchange, call in gathers:
-            exchange.look(call)
 
-    return check
+def _look(gathers: Sequence[tuple[GatherExchange, Call]]) -> None:
+    for exchange, call in gathers:
+        exchange.look(call)
 
 
 class World(NamedTuple):
@@ -332,8 +331,7 @@ class GroupGathers:
         """
         if beginning is not None and beginning.pending is not None:
             raise beginning.pending.to_error()
-        for exchange, call in _open.gathers[:-1] if beginning is None else _open.gathers:
-            exchange.look(call)
+        _look(_open.gathers[:-1] if beginning is None else _open.gathers)
 
     def owes(self, wait: Wait) -> bool:
         """Return whether this thread still owes another rank's wait in this group its event."""
@@ -603,12 +601,8 @@ def find_place() -> tuple[str, int]:
 class Gather(AbstractContextManager[list[Any]]):
     """Gathers the values of all ranks, in their order, on the first of them; an empty list elsewhere.
 
-    Arguments and errors are those of `xrank.workspace.parallel`.
-
-    Args:
-        function: name of the function that the user called.
-        check: raises for a value that the function does not accept.
-        place: replaces the file and line of the user's call in errors.
+    Arguments are those of `xrank.workspace.parallel`, and the name of its `function`; `check` raises for a value that
+    it does not accept, and `place` replaces the file and line of the user's call in errors.
     """
 
     def __init__(

@@ -35,14 +35,8 @@ class RankGroup:
     Every wait checks all other ranks for failures and deaths, so each waiting rank names the rank that raised, died,
     left or did not come. Waits raise RankFailedError then, and RankTimeoutError after a deadline.
 
-    Args:
-        ranks: all ranks, the first rank first.
-        rank: this rank.
-        wire: connection to the other ranks.
-        peers: processes of the other ranks.
-        secret: known to these ranks alone.
-        spin_seconds: seconds for which a wait looks without sleeping: a sleep costs as much as the whole call. 0 if
-            ranks share processors: the answering rank then needs this one's.
+    For `spin_seconds` a wait looks without sleeping: a sleep costs as much as the whole call. It is 0 if ranks share
+    processors: the answering rank then needs this one's. Only these ranks know the `secret`.
     """
 
     def __init__(

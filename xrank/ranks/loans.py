@@ -109,10 +109,7 @@ class LendingSign:
 
 
 class PeerMemory:
-    """The memory that another process of this host lends; several threads may read at once.
-
-    The constructor reads the sign with which the other lends, which is at `sign_address`.
-    """
+    """The memory that another process of this host lends, while its sign is there; several threads may read at once."""
 
     def __init__(self, pid: int, sign_address: int, sign: bytes) -> None:
         if len(sign) != _SIGN_NBYTES:
@@ -121,7 +118,7 @@ class PeerMemory:
         self.check_lent()
 
     def check_lent(self) -> None:
-        """Read only the sign; errors as in `read_into`."""
+        """Read only the sign."""
         copy = ctypes.create_string_buffer(_SIGN_NBYTES)
         if self._read([self._sign_span], [(ctypes.addressof(copy), _SIGN_NBYTES)]) < _SIGN_NBYTES:
             raise UnreadableMemoryError
@@ -129,12 +126,7 @@ class PeerMemory:
             raise LendingEndedError
 
     def read_into(self, address: int, into: memoryview) -> None:
-        """Fill `into` with that process's bytes at the address.
-
-        Raises:
-            LendingEndedError: the process no longer lends them.
-            UnreadableMemoryError: the kernel cannot read these bytes. Part of `into` may be filled.
-        """
+        """Fill `into` with that process's bytes at the address; after an error, part of it may be filled."""
         for start in range(0, len(into), _MAX_NBYTES):
             part = into[start : start + _MAX_NBYTES]
             copy = ctypes.create_string_buffer(_SIGN_NBYTES)
@@ -150,8 +142,7 @@ class PeerMemory:
     def copy_spans(self, there: SpanArray, here: SpanArray) -> None:
         """Copy spans of that process's memory to spans of this one's, in order; the caller checks the sign afterwards.
 
-        Both are (address, bytes), at most `MAX_SPANS`, of as many bytes in all, and may be cut differently. Errors as
-        of `read_into`.
+        Both are (address, bytes), at most `MAX_SPANS`, of as many bytes in all, and may be cut differently.
         """
         assert len(there) <= MAX_SPANS and len(here) <= MAX_SPANS
         if self._read(there, here) != int(there[:, 1].sum()):
@@ -212,12 +203,8 @@ class MooncakeEngine:
     or ``rdma``), ``MOONCAKE_DEVICE`` (names of network devices; empty: Mooncake chooses) and
     ``MOONCAKE_LOCAL_HOSTNAME`` (the address under which other hosts reach this one; default: the first that it has).
 
-    Args:
-        spans: (address, bytes) of the memory that others read, or that this process fills; it must live until `close`.
-            Empty and overlapping spans are allowed.
-
-    Raises:
-        UsageError: Mooncake cannot transfer by this protocol or device, or cannot register the memory.
+    Spans are (address, bytes) of the memory that others read, or that this process fills; it must live until `close`.
+    Empty and overlapping ones are allowed.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -532,20 +519,13 @@ class PeerSource:
 
     Args:
         own: this rank's offer; it stays open while this source is.
-        rank: this rank.
         offers: descriptions of the other ranks' offers, by rank.
-        record_rank: rank that holds a record, by record.
-        record_view: index of the view in that rank's offer, by record.
+        record_rank: rank that holds a record, by record; `record_view` is the index of the view in that rank's offer.
         check: raises if a rank is known to have failed; one thread at a time calls it.
         timeout_seconds: time for which a peer may be silent.
         direct: whether the kernel may read other processes' memory.
         grace_seconds: time in which `check` may still give the reason for a peer's end.
         mooncake: copies the spans of peers that lend by Mooncake, in place of the kernel.
-
-    Raises:
-        CorruptError: an offer's description is invalid.
-        RankFailedError, RankTimeoutError: from `read_into` and `fetch`: a peer failed, ended, or is silent.
-        ContradictionError: from those: a record is not in its rank's offer.
     """
 
     def __init__(

@@ -95,15 +95,10 @@ class Meeting:
     """One meeting, as one of its ranks sees it.
 
     Args:
-        ranks: all ranks, the first rank first.
-        rank: this rank, one of them.
-        store: shared by all ranks.
         name: name of this meeting; never used twice.
-        deadline: the moment until which all must have come.
         way: the medium of the gathers, which must be the same on all ranks.
         check_around: raises if an enclosing gather has failed, so that waiting is of no use.
         begin_long_wait: returns a wait that has become long.
-        thread: name of this rank's thread.
         num_at_large: number of this rank's failures in calls whose ranks it could not name.
         find_at_large: returns such a failure of other ranks that has failed no call of this rank yet.
     """

@@ -14,12 +14,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
+import msgspec
 import numpy as np
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct
 
-from xrank.errors import CorruptError, IncompleteError, UsageError, XrankError
+from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import NO_MEMORY, make_no_memory_error, row_major_bytes
 from xrank.ranks.waits import process_space
@@ -35,14 +36,17 @@ _SEALS = _SIZE_SEALS | 8
 _MARK = "xrank-"
 
 
-class MemoryPlace(Struct, frozen=True):
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+
+
+class MemoryPlace(Struct, frozen=True, forbid_unknown_fields=True):
     """Where a sealed file lies, as its writer describes it and its reader checks it."""
 
-    pid: int
-    fd: int
-    device: int
-    inode: int
-    nbytes: int
+    pid: _Count
+    fd: _Count
+    device: _Count
+    inode: _Count
+    nbytes: _Count
     nonce: str
     """Part of the name that the kernel shows for the file; unique among processes and hosts."""
     space: str
@@ -51,20 +55,15 @@ class MemoryPlace(Struct, frozen=True):
 
     def to_json(self) -> str:
         """Return the place as text for the store."""
-        return json.dumps(to_builtins(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str, rank: int) -> MemoryPlace:
         """Return the place that `to_json` wrote; CorruptError if the text is none."""
         try:
-            place = cls(**json.loads(text))
-        except (TypeError, ValueError, RecursionError):
-            raise _make_place_error(text, rank) from None
-        numbers = (place.pid, place.fd, place.device, place.inode, place.nbytes)
-        texts = (place.nonce, place.space, place.host)
-        if any(type(n) is not int or n < 0 for n in numbers) or any(type(t) is not str for t in texts):
-            raise _make_place_error(text, rank)
-        return place
+            return msgspec.json.decode(text, type=cls)
+        except (ValueError, RecursionError, TypeError):
+            raise damage_error(f"rank {rank} describes no place of its memory", ascii(text[:200]), rank=rank) from None
 
     @property
     def path(self) -> str:
@@ -151,10 +150,6 @@ def _matches(status: os.stat_result, place: MemoryPlace) -> bool:
         and (status.st_dev, status.st_ino, status.st_size) == (place.device, place.inode, place.nbytes)
         and status.st_uid == os.geteuid()
     )
-
-
-def _make_place_error(text: str, rank: int) -> CorruptError:
-    return damage_error(f"rank {rank} describes no place of its memory", ascii(text[:200]), rank=rank)
 
 
 ALIGNMENT = 64

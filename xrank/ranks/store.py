@@ -269,7 +269,6 @@ class LaunchedRanks:
     """All ranks that a launcher started, and their store; takes the place of a process group.
 
     Args:
-        store: shared by all of them.
         is_own: whether rank 0's process keeps the store, which then ends with it.
         on_end: called on the first of them when their work has ended.
         place: this rank's number and the number of ranks, for work that outlives the process groups; None: those of
@@ -319,9 +318,6 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
 
     If torch.distributed is not initialized, a launcher's own store is used (torchrun's agent keeps one for its
     ranks: torch/distributed/elastic/agent/server/api.py).
-
-    Raises:
-        UsageError: there is no store that these ranks share.
     """
     if isinstance(group, LaunchedRanks):
         return group.store
@@ -344,10 +340,6 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
     """Return the ranks of a launcher as a new group: with torchrun's store, or with one that rank 0 keeps.
 
     Every rank must call it equally often.
-
-    Raises:
-        UsageError: the environment names no address of a store.
-        RankTimeoutError: rank 0 opened no store in time.
     """
     name = f"group_{next(_groups)}"  # a name in a store is not used twice
     deadline = Deadline(timeout_seconds)

@@ -36,11 +36,8 @@ Decision = TypeVar("Decision")
 class Team:
     """This process alone; `SharedTeam` overrides all methods for several ranks.
 
-    Args:
-        ranks: the ranks' numbers in the world; the first rank decides and reports.
-        rank: the number of this rank.
-        num_here: how many of the ranks are known to share this host.
-        is_one_host: whether all ranks are known to share this host.
+    Ranks have their numbers in the world; the first one decides and reports. `num_here` ranks are known to share this
+    host; `is_one_host` if all do.
     """
 
     def __init__(
@@ -220,12 +217,8 @@ def find_launched_team(out: str, *, distributed: bool, timeout_seconds: float) -
 def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str, joins_launch: bool = True) -> Team:
     """Return the team of a process group, of the world where the group is None, or of this process alone.
 
-    Args:
-        group: torch's process group, or None.
-        place: a path whose folder carries messages between hosts; beside a URL, sockets do.
-        timeout_seconds: how long a live rank may take to arrive.
-        call: name of the function that the user called.
-        joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialized.
+    The folder of `place` carries messages between hosts; beside a URL, sockets do. `call` is the name of the user's
+    function. With `joins_launch`, a launcher's ranks are a team where torch.distributed is not initialized.
     """
     if group_place() is not None:
         from xrank.ranks.gathering import find_place  # one process does not need these modules
@@ -290,14 +283,7 @@ _PART_LENGTH = 1 << 20
 class SharedTeam(Team):
     """Several ranks that share one conversion; see `Team`.
 
-    Args:
-        group: the store of the ranks.
-        ranks: as of `Team`; so are `rank`, `num_here` and `is_one_host`.
-        rank: this rank.
-        directory: a folder that all ranks see, for messages between hosts; None: memory, or sockets between hosts.
-        num_here: ranks on this host.
-        is_one_host: whether all ranks are.
-        timeout_seconds: how long a live rank may take to arrive.
+    `directory` is a folder that all ranks see, for messages between hosts; None: memory, or sockets between hosts.
     """
 
     def __init__(

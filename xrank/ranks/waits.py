@@ -17,10 +17,10 @@ from enum import StrEnum
 from functools import cache
 from hashlib import blake2b
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakSet
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, RankFailedError, XrankError
@@ -38,7 +38,7 @@ class Peer(Struct, frozen=True):
 
     rank: int
     host: str
-    pid: int
+    pid: Annotated[int, Meta(gt=0, lt=1 << 31)]
     space: str
     """Kernel and process namespace in which `pid` is this process."""
     network: str = ""
@@ -61,12 +61,12 @@ class Peer(Struct, frozen=True):
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Peer:
         """Return the peer of a `to_dict`, which may have other entries; CorruptError if an entry is not as it wrote."""
-        rank, host, pid, space = (description.get(name) for name in ("rank", "host", "pid", "space"))
-        if type(rank) is type(pid) is int and 0 < pid < 1 << 31 and type(host) is type(space) is str:
-            return cls(rank, host, pid, space, str(description.get("network", "")))
-        raise damage_error(
-            "a rank's description of its process is damaged", ascii(description)[:200], "rank, host, pid and space"
-        )
+        try:
+            return convert(description, cls)
+        except ValidationError:
+            raise damage_error(
+                "a rank's description of its process is damaged", ascii(description)[:200], "rank, host, pid and space"
+            ) from None
 
     def open_life(self) -> int | None:
         """Return a pidfd (pidfd_open(2)), readable once the process has ended; None if it can't be watched.
@@ -454,10 +454,6 @@ class LongWait:
         """Raise if the wait will not end.
 
         Ranks are `awaited` whose event has not come, and `watched` if the call cannot go on without them.
-
-        Raises:
-            RankFailedError: one of them has ended, or failed in a call of ranks that it could not name.
-            ContradictionError: this rank and others wait for each other in different gathers.
         """
         now = monotonic()
         failure = self._membership.find_death(watched, self._description.call)

@@ -279,10 +279,9 @@ class Mailbox:
 
 
 class Link:
-    """One end of a link: messages between two processes of one host, with file descriptors where needed.
+    """One end of a Unix socket that keeps message borders, with file descriptors where needed.
 
-    A Unix socket that keeps message borders. The kernel closes it when either process ends, so a waiting process always
-    wakes. Only one thread at a time may use an end.
+    The kernel closes it when either process ends, so a waiting process always wakes. One thread at a time uses an end.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -294,23 +293,14 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Message, descriptors: tuple[int, ...] = (), *, wait: bool = True) -> None:
-        """Send a message of at most 128 KiB, with descriptors.
-
-        Raises:
-            BrokenPipeError, ConnectionResetError: the other end is gone.
-            BlockingIOError: `wait` is False and the socket's buffer is full.
-        """
+        """Send a message of at most 128 KiB, with descriptors; BlockingIOError if it may not `wait` for room."""
         parts = encode_message(message)
         assert sum(map(len, parts)) <= _MAX_NBYTES, parts[0]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         self._socket.sendmsg(parts, rights, _SEND if wait else _SEND_AT_ONCE)
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """Return the next message and its descriptors, which the caller closes; None when the other end is gone.
-
-        Raises:
-            CorruptError: the bytes are not a message of xrank.
-        """
+        """Return the next message and its descriptors, which the caller closes; None when the other end is gone."""
         try:
             content, ancillary, flags, _ = self._socket.recvmsg(_MAX_NBYTES, _RIGHTS_NBYTES, _RECEIVE)
         except ConnectionResetError:

@@ -33,7 +33,15 @@ from xrank.refit.peers import (
     check_phase,
     open_source,
 )
-from xrank.refit.targets import MemoryPlaces, ModuleTarget, TargetPlan, Transfer, make_transfer
+from xrank.refit.targets import (
+    MemoryPlaces,
+    ModuleTarget,
+    TargetPlan,
+    Transfer,
+    UpdateReport,
+    make_report,
+    make_transfer,
+)
 from xrank.storage.entries import Entry
 
 LOOK_SECONDS = 0.25
@@ -271,19 +279,6 @@ class EngineGoneError(Exception):
         self.failure = failure
 
 
-class EngineCopy(Struct, frozen=True, eq=False):
-    """A step that was copied from another engine and is not committed yet."""
-
-    step: int
-    number: int
-    """Number of the trainer's offer of the step."""
-    planned: TargetPlan
-    transfer: Transfer
-    moved_nbytes: int
-    copy_seconds: float
-    plan_seconds: float
-
-
 class RelayedEngines:
     """The engines at an address that lend their steps; connections are kept, so that a stopped rank is noticed."""
 
@@ -346,16 +341,17 @@ class RelayedEngine(Struct, frozen=True, eq=False):
         self,
         target: ModuleTarget,
         own: MemoryOffer,
-        begin: Callable[[TargetPlan, int], object],
+        begin: Callable[[TargetPlan, int, int], object],
+        commit: Callable[[TargetPlan, int, int], bool],
         check: Callable[[], object],
         *,
         max_memory_nbytes: int,
         number: int,
         held_step: int | None,
-    ) -> EngineCopy | None:
-        """Fill a target from the step that all ranks hold, and compare the bytes with their digests.
+    ) -> UpdateReport | None:
+        """Fill a target from the step that all ranks hold, compare the bytes with their digests, and commit it.
 
-        Return None if there is no newer step, or the engine has begun an update meanwhile.
+        Return None if there is no newer step, or an engine has begun an update meanwhile.
         """
         with self._naming_failures(check):
             before = self.read()
@@ -377,7 +373,7 @@ class RelayedEngine(Struct, frozen=True, eq=False):
         with closing(self._open_source(own, model, check)) as source:
             transfer = make_transfer(planned, number, source, max_memory_nbytes)
             ready = monotonic()
-            begin(planned, offer)
+            begin(planned, -1, offer)
             with self._naming_failures(check):
                 moved = transfer.run(check)
                 copied = monotonic()
@@ -389,7 +385,9 @@ class RelayedEngine(Struct, frozen=True, eq=False):
             return None  # a rank has begun to write meanwhile
         if changed is not None:
             raise changed
-        return EngineCopy(step, offer, planned, transfer, moved, copied - ready, ready - started)
+        if not commit(planned, step, offer):
+            return None
+        return make_report(step, planned, transfer, moved, (monotonic() - ready, copied - ready, ready - started))
 
     def _read_model(self) -> TrainerModel:
         """Return the step's tensors as the engine's ranks hold them; a `CorruptError` if none are described."""

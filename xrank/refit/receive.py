@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-
-from msgspec import Struct
 
 from xrank.engine.executor import Budget
 from xrank.errors import (
@@ -36,41 +34,18 @@ from xrank.refit.links import (
     LOOK_SECONDS,
     EngineGoneError,
     Relay,
-    RelayedEngine,
     RelayedEngines,
     TrainerLink,
     connect_trainer,
 )
 from xrank.refit.peers import EngineRanks, Phase, StatusBlock, open_siblings
-from xrank.refit.targets import LoaderTarget, ModuleTarget, TargetPlan, Transfer
+from xrank.refit.targets import LoaderTarget, ModuleTarget, TargetPlan, UpdateReport, make_report
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from xrank.layout import LayoutMap
     from xrank.refit.recording import Loader
-
-
-class UpdateReport(Struct, frozen=True):
-    """The result of `TakenWeights.update` on one engine rank."""
-
-    step: int
-    nbytes: int
-    """Bytes that this rank holds and has filled."""
-    moved_nbytes: int
-    """Bytes that were read from trainer ranks for them."""
-    direct_nbytes: int
-    """Bytes of `moved_nbytes` that the kernel copied straight to their places."""
-    seconds: float
-    """Duration of the copies and their confirmation, without the wait for the step."""
-    copy_seconds: float
-    """Duration of the copies alone."""
-    plan_seconds: float
-    """Duration of the planning; 0 if an earlier update has planned."""
-    whole: Mapping[str, int]
-    """Tensors that the engine's loader took whole because their way could not be recorded, and their bytes."""
-    unused: tuple[str, ...]
-    """Tensors of the trainer of which this rank holds no part."""
 
 
 @names_own_arguments
@@ -334,7 +309,7 @@ class TakenWeights:
         plan_seconds = link.plan_seconds if self._planned else 0.0
         self._planned = False
         seconds = monotonic() - started
-        return _report(found, link.planned, link.transfer, moved, (seconds, copy_seconds, plan_seconds))
+        return make_report(found, link.planned, link.transfer, moved, (seconds, copy_seconds, plan_seconds))
 
     def _begin_writing(self, planned: TargetPlan, step: int, offer: int) -> None:
         self._is_writing = True
@@ -361,11 +336,22 @@ class TakenWeights:
                 found, failure = engines.find()
                 for engine in found:
                     try:
-                        report = self._copy_from(engine, deadline)
+                        report = engine.copy_into(
+                            self._target,
+                            self._offer,
+                            self._begin_writing,
+                            partial(self._commit, deadline=deadline),
+                            self._siblings.check,
+                            max_memory_nbytes=self._max_memory_nbytes,
+                            number=self._number,
+                            held_step=self.step,
+                        )
                     except EngineGoneError as error:
                         failure = error.failure
                         continue
                     if report is not None:
+                        if self._link is not None and self._link.number == self._held_offer:
+                            self._link.held_step = report.step
                         return report
                 if not found:
                     raise failure or IncompleteError(
@@ -378,26 +364,6 @@ class TakenWeights:
                 self._check(deadline, "a newer step of another engine")
                 sleep(LOOK_SECONDS / 10)
         raise AssertionError
-
-    def _copy_from(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
-        """Return the report of a copy; None if the engine holds no newer step, or begins an update meanwhile."""
-        started = monotonic()
-        copy = engine.copy_into(
-            self._target,
-            self._offer,
-            lambda planned, number: self._begin_writing(planned, -1, number),
-            self._siblings.check,
-            max_memory_nbytes=self._max_memory_nbytes,
-            number=self._number,
-            held_step=self.step,
-        )
-        if copy is None or not self._commit(copy.planned, copy.step, copy.number, deadline):
-            return None
-        if self._link is not None and self._link.number == copy.number:
-            self._link.held_step = copy.step
-        seconds = monotonic() - started - copy.plan_seconds
-        times = seconds, copy.copy_seconds, copy.plan_seconds
-        return _report(copy.step, copy.planned, copy.transfer, copy.moved_nbytes, times)
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
         """Return the link to the present trainer; make one, with its plan, if this rank has none."""
@@ -479,11 +445,3 @@ class TakenWeights:
         if self._link is not None:
             self._link.close()
             self._link = None
-
-
-def _report(
-    step: int, planned: TargetPlan, transfer: Transfer, moved: int, times: tuple[float, float, float]
-) -> UpdateReport:
-    direct = transfer.direct_nbytes if moved else 0
-    whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
-    return UpdateReport(step, transfer.nbytes, moved, direct, *times, whole, planned.unused)

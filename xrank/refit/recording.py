@@ -79,11 +79,7 @@ class Recording(Struct, eq=False):
 
 
 def record_loader(load: Loader, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Shapes) -> Recording:
-    """Run a loader on stand-ins, and return its copies, proven to write each element of each parameter once.
-
-    Raises:
-        UsageError: elements of a parameter are written twice or never.
-    """
+    """Run a loader on stand-ins, and return its copies, proven to write each element of each parameter once."""
     recorder = _Recorder(parameters, shapes)
     failed: dict[str, str] = {}
     try:
@@ -301,9 +297,6 @@ def _prove_coverage(
     """Check that each element of each parameter is written once; a constant for the whole parameter may come before.
 
     With `may_have_gaps`, some tensors could not be recorded, so that elements may seem unwritten.
-
-    Raises:
-        UsageError: it names the parameter and the elements.
     """
     for name, tensor in parameters:
         its = regions.get(name, [])
@@ -429,11 +422,7 @@ class _Search(Struct):
     known: dict[object, TensorLayout]
 
     def find(self, name: str, parts: Mapping[int, tuple[Box, ...]], shape: tuple[int, ...]) -> TensorLayout:
-        """Return the layout of a tensor of which each rank takes these boxes, with numbers as sizes.
-
-        Raises:
-            LayoutError: no cuts by axes give these boxes.
-        """
+        """Return the layout of a tensor of which each rank takes these boxes, with numbers as sizes."""
         key = (shape, tuple(sorted(parts.items())))
         if key not in self.known:
             shards = {rank: parts.get(rank, ()) for rank in self.mesh.ranks}

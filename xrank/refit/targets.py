@@ -353,6 +353,37 @@ class Transfer(Struct, eq=False):
             raise failures[0]
 
 
+class UpdateReport(Struct, frozen=True):
+    """The result of `TakenWeights.update` on one engine rank."""
+
+    step: int
+    nbytes: int
+    """Bytes that this rank holds and has filled."""
+    moved_nbytes: int
+    """Bytes that were read from trainer ranks for them."""
+    direct_nbytes: int
+    """Bytes of `moved_nbytes` that the kernel copied straight to their places."""
+    seconds: float
+    """Duration of the copies and their confirmation, without the wait for the step."""
+    copy_seconds: float
+    """Duration of the copies alone."""
+    plan_seconds: float
+    """Duration of the planning; 0 if an earlier update has planned."""
+    whole: Mapping[str, int]
+    """Tensors that the engine's loader took whole because their way could not be recorded, and their bytes."""
+    unused: tuple[str, ...]
+    """Tensors of the trainer of which this rank holds no part."""
+
+
+def make_report(
+    step: int, planned: TargetPlan, transfer: Transfer, moved: int, times: tuple[float, float, float]
+) -> UpdateReport:
+    """Return the report of a step; `times` are those of the whole, of the copies and of the plan."""
+    direct = transfer.direct_nbytes if moved else 0
+    whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
+    return UpdateReport(step, transfer.nbytes, moved, direct, *times, whole, planned.unused)
+
+
 def make_transfer(planned: TargetPlan, number: int, source: PeerSource, max_memory_nbytes: int) -> Transfer:
     """Return the copies of a plan, spread over replicas by the rank's `number`; nothing is read yet.
 

@@ -197,12 +197,6 @@ def read_state(
     """Return config and weights of a rank's state, or None if it is absent or belongs to an earlier run.
 
     A state of another world size or run id is an earlier run's.
-
-    Raises:
-        ContradictionError: another rank wrote it; or it records no run, as ModelOpt's states, and this run has an id.
-        CorruptError: its bytes differ from those that were written.
-        UnsafeError: it asks to run code.
-        UsageError: it holds a tensor that safetensors cannot, a newer xrank wrote it, or torch is not installed.
     """
     require("torch", "read_configs_and_weights_from_rank")
 
