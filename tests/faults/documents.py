@@ -44,8 +44,8 @@ from xrank.readers.base import Hints
 from xrank.readers.orbax import OrbaxReader, read_leaves
 from xrank.readers.torch_checkpointing import find_model_files
 from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
-from xrank.refit.links import RelayedEngines
 from xrank.refit.peers import STATUS_NBYTES, EngineWatch, PeerRank, Phase, RankStatus
+from xrank.refit.receive import RelayedEngines
 from xrank.storage.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
 from xrank.storage.commit import seal
 from xrank.storage.folder_stage import parse_journal

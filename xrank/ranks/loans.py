@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,7 +37,6 @@ from xrank.ranks.byte_service import (
     PeerRefusalError,
     PeerService,
     ServicePlace,
-    Tick,
     derive_token,
     host_addresses,
     read_view,
@@ -549,20 +549,13 @@ class PeerSource:
         self._idle: deque[tuple[PeerOffer, PeerConnection]] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._peers = {
-            other: PeerOffer.from_description(other, description)
-            for other, description in offers.items()
-            if other != rank
-        }
+        others = {other: description for other, description in offers.items() if other != rank}
+        self._peers = {other: PeerOffer.from_description(other, one) for other, one in others.items()}
+        self._remote: dict[int, MooncakeMemory] = {}
         for peer in self._peers.values():
             peer.watch(direct=direct)
-        self._remote: dict[int, MooncakeMemory] = {}
-        if mooncake is not None:
-            self._remote = {
-                rank: MooncakeMemory(mooncake, peer.mooncake)
-                for rank, peer in self._peers.items()
-                if peer.mooncake is not None
-            }
+            if mooncake is not None and peer.mooncake is not None:
+                self._remote[peer.rank] = MooncakeMemory(mooncake, peer.mooncake)
 
     @property
     def direct_ranks(self) -> list[int]:
@@ -632,7 +625,7 @@ class PeerSource:
     def _request(self, peer: PeerOffer, view: int, start: int, into: memoryview) -> None:
         """Read through the peer's service."""
         try:
-            connection = read_view(self._take_idle(peer), peer.place, view, start, into, self._tick(peer))
+            connection = read_view(self._take_idle(peer), peer.place, view, start, into, partial(self._tick, peer))
         except PeerGoneError as error:
             raise self._explain_end(peer, str(error)) from None
         except PeerRefusalError as error:
@@ -656,27 +649,24 @@ class PeerSource:
                     return connection
         return None
 
-    def _tick(self, peer: PeerOffer) -> Tick:
-        def tick(silent_seconds: float) -> None:
-            if self._check_lock.acquire(blocking=False):  # the thread that has the lock will raise as well
-                try:
-                    self._check()
-                finally:
-                    self._check_lock.release()
-            if peer.has_ended:  # checked because a forked child may keep its connections open
-                raise self._explain_end(peer, "its process ended")
-            if silent_seconds > self._timeout_seconds:
-                raise RankTimeoutError(
-                    f"rank {peer.rank} has sent no bytes of its tensors for {self._timeout_seconds:g} s",
-                    rank=peer.rank,
-                    host=peer.host,
-                    waiting_for=(peer.rank,),
-                    got=f"no answer from host {peer.host}, pid {peer.pid}",
-                    next_step=f"check whether rank {peer.rank} is stopped, or its host cut off; then {AGAIN}, "
-                    "which resumes",
-                )
-
-        return tick
+    def _tick(self, peer: PeerOffer, silent_seconds: float) -> None:
+        if self._check_lock.acquire(blocking=False):  # the thread that has the lock will raise as well
+            try:
+                self._check()
+            finally:
+                self._check_lock.release()
+        if peer.has_ended:  # checked because a forked child may keep its connections open
+            raise self._explain_end(peer, "its process ended")
+        if silent_seconds > self._timeout_seconds:
+            raise RankTimeoutError(
+                f"rank {peer.rank} has sent no bytes of its tensors for {self._timeout_seconds:g} s",
+                rank=peer.rank,
+                host=peer.host,
+                waiting_for=(peer.rank,),
+                got=f"no answer from host {peer.host}, pid {peer.pid}",
+                next_step=f"check whether rank {peer.rank} is stopped, or its host cut off; then {AGAIN}, "
+                "which resumes",
+            )
 
     def _explain_end(self, peer: PeerOffer, how: str) -> RankFailedError:
         """Return the error for a peer that has gone, unless `check` raises an error with the reason."""

@@ -272,6 +272,17 @@ class _QuantizedTensor(Struct, frozen=True, eq=False):
     owns_scales: bool
     """Whether this rank lends the scales of the whole tensor."""
 
+    def cut(self) -> Iterator[tuple[int, MatrixTile, IntArray, IntArray]]:
+        """Yield a view, a tile of bounded size in it, the row of blocks of each row, and the column of each column."""
+        for view, tile in self.pieces:
+            step = max(1, _CHUNK_ELEMENTS // tile.num_columns)
+            columns = tile.column + np.arange(tile.num_columns, dtype=np.int64) * tile.column_step
+            for low in range(0, tile.num_rows, step):
+                x, row = tile.x + low * tile.x_row, tile.row + low * tile.row_step
+                part = replace(tile, x=x, row=row, num_rows=min(step, tile.num_rows - low))
+                rows = row + np.arange(part.num_rows, dtype=np.int64) * tile.row_step
+                yield view, part, _row_blocks(rows, self.grid), columns // self.grid.block_columns
+
 
 def _plan_quantized(
     tensors: Sequence[TensorPlan], quantization: Quantization, holder: IntArray, position: int
@@ -345,10 +356,8 @@ class _QuantizedPart(Struct, frozen=True, eq=False):
         self.maxima[:] = 0
         for tensor in self.tensors:
             into = _select(self.maxima, tensor.start, tensor.box)
-            for view, tile in tensor.pieces:
-                for part in _cut_rows(tile):
-                    rows, columns = _find_blocks(part, tensor.grid)
-                    _raise_maxima(into, tensor.box, rows, columns, _take(self.views[view], part))
+            for view, part, rows, columns in tensor.cut():
+                _raise_maxima(into, tensor.box, rows, columns, _take(self.views[view], part))
 
     def encode(self, source: PeerSource) -> None:
         """Fill the codes and scales from the present values and all ranks' maxima."""
@@ -360,16 +369,12 @@ class _QuantizedPart(Struct, frozen=True, eq=False):
             if tensor.owns_scales:
                 lent = self.scales[tensor.name]
                 lent.copy_(scales.view(lent.shape))
-            for view, tile in tensor.pieces:
-                for part in _cut_rows(tile):
-                    rows, columns = _find_blocks(part, tensor.grid)
-                    at = (
-                        torch.from_numpy(rows - tensor.needed[0])[:, None],
-                        torch.from_numpy(columns - tensor.needed[2]),
-                    )
-                    values = _take(self.views[view], part)
-                    codes = self.quantization.encode(values, factors[at].to(values.device))
-                    _take(self.codes[view], part).copy_(codes)
+            r0, _, c0, _ = tensor.needed
+            for view, part, rows, columns in tensor.cut():
+                at = torch.from_numpy(rows - r0)[:, None], torch.from_numpy(columns - c0)
+                values = _take(self.views[view], part)
+                codes = self.quantization.encode(values, factors[at].to(values.device))
+                _take(self.codes[view], part).copy_(codes)
 
     def _join_maxima(self, tensor: _QuantizedTensor, source: PeerSource) -> Maxima:
         """Return the maxima of the blocks that the tensor needs, over all ranks."""
@@ -412,21 +417,6 @@ def _find_nest_boxes(nests: NestTable, grid: BlockGrid) -> IntArray:
         ),
         axis=1,
     )
-
-
-def _cut_rows(tile: MatrixTile) -> Iterator[MatrixTile]:
-    """Yield the tile in parts of a bounded number of elements."""
-    step = max(1, _CHUNK_ELEMENTS // tile.num_columns)
-    for low in range(0, tile.num_rows, step):
-        x, row = tile.x + low * tile.x_row, tile.row + low * tile.row_step
-        yield replace(tile, x=x, row=row, num_rows=min(step, tile.num_rows - low))
-
-
-def _find_blocks(tile: MatrixTile, grid: BlockGrid) -> tuple[IntArray, IntArray]:
-    """Return the row of blocks of each row, and the column of blocks of each column."""
-    rows = tile.row + np.arange(tile.num_rows, dtype=np.int64) * tile.row_step
-    columns = tile.column + np.arange(tile.num_columns, dtype=np.int64) * tile.column_step
-    return _row_blocks(rows, grid), columns // grid.block_columns
 
 
 def _row_blocks(rows: IntArray, grid: BlockGrid) -> IntArray:

@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storage of a result that is not a view -> the stand-ins it is made of."""
         self._kept: list[torch.Tensor] = []
         """Keeps storages alive, whose addresses are the keys above."""
-        self.copies: list[tuple[str, RecordedCopy]] = []
+        self.copies: list[RecordedCopy] = []
         self.fills: list[Fill] = []
         self.whole: dict[str, str] = {}
         self.whole_regions: list[tuple[str, frozenset[str], torch.Tensor]] = []
@@ -144,18 +144,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = {**self.whole, **failed}
         while True:
             mixed = {parameter for parameter, names, _ in self.whole_regions if names & whole.keys()}
-            mixed |= {copy.parameter for name, copy in self.copies if name in whole}
-            more = {name: copy.parameter for name, copy in self.copies if copy.parameter in mixed and name not in whole}
+            mixed |= {copy.parameter for copy in self.copies if copy.output.name in whole}
+            more = {copy.output.name: copy.parameter for copy in self.copies if copy.parameter in mixed}
+            more = {name: parameter for name, parameter in more.items() if name not in whole}
             if not more:
                 break
             whole |= {name: f"it shares {parameter} with a whole tensor" for name, parameter in more.items()}
-        copies = [copy for name, copy in self.copies if name not in whole]
+        copies = [copy for copy in self.copies if copy.output.name not in whole]
         return Recording(copies, self.fills, whole)
 
     def list_regions(self, whole: Mapping[str, str]) -> dict[str, list[torch.Tensor]]:
         """Return by parameter the parts that the loader fills from tensors, some of which it takes whole."""
         regions: dict[str, list[torch.Tensor]] = {}
-        for _, copy in self.copies:
+        for copy in self.copies:
             regions.setdefault(copy.parameter, []).append(copy.target)
         for parameter, names, target in self.whole_regions:
             if names & whole.keys():
@@ -199,8 +200,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = args[1]
             name = self._owner.get(_key(source))
             copy = None if name is None else _make_copy(name, self._shapes[name], source, target, parameter)
-            if copy is not None and name is not None:
-                self.copies.append((name, copy))
+            if copy is not None:
+                self.copies.append(copy)
             else:
                 self._end(names, "it is changed before it is copied")
                 self.whole_regions.append((parameter, names, target))
@@ -209,7 +210,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.whole_regions.append((parameter, names, target))
         elif func in (_aten.zero_.default, _aten.fill_.Scalar):
             value = 0.0 if func is _aten.zero_.default else args[1]
-            before = {copy.parameter for _, copy in self.copies} | {region[0] for region in self.whole_regions}
+            before = {copy.parameter for copy in self.copies} | {region[0] for region in self.whole_regions}
             self.fills.append(Fill(target.detach(), value, parameter, is_first=parameter not in before))
         else:
             raise UsageError(
