@@ -21,7 +21,6 @@ from xrank.layout import LayoutMap
 from xrank.ranks.team import (
     Team,
     await_background,
-    check_alike,
     find_group_team,
     raise_background_failure,
     run_in_background,
@@ -208,7 +207,7 @@ def export_model(
 
     # Other ranks read this rank's parts until all of them have left `together`, so the loan ends after it.
     with ExitStack() as loan, team.together():
-        request, _ = team.agree("the arguments", read_arguments, ModelRequest.describe, check_alike(team.ranks))
+        request, _ = team.agree("the arguments", read_arguments, ModelRequest.describe, team.check_alike)
         if not background:
             return _export(request, None, path, team, loan, progress)
         # The first rank checks the place of the output for all, before they copy.

@@ -24,7 +24,7 @@ from xrank.engine.sources import open_source
 from xrank.environment import environ
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.ranks.team import check_plans, find_launched_team
+from xrank.ranks.team import find_launched_team
 from xrank.recipes.decision import FolderPlan, plan_gather
 from xrank.recipes.options import AdapterChoice, GatherOptions
 from xrank.storage import places
@@ -233,7 +233,7 @@ def gather_checkpoint(
 
     started = time.monotonic()
     with team.together():
-        planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, check_plans(team.ranks))
+        planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, team.check_plans)
         written = find_earlier(planned, target, team)
         if written is None:
             beside = None if is_url(target) else os.path.dirname(os.path.abspath(target))

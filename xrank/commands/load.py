@@ -23,7 +23,8 @@ from xrank.engine.windows import FilePart, TensorDigest, digest_text, share_all
 from xrank.errors import CorruptError, names_own_arguments, require
 from xrank.layout import LayoutMap
 from xrank.layout.stored_model import StoredModel
-from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
+from xrank.ranks.store import group_place
+from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.readers.live.models import LocalModel, local_model
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, names_left_out
 from xrank.recipes.decision import Purpose, Request, decide, layout_notes
@@ -105,7 +106,7 @@ def prepare_load(
     """
     check_materialised(module)
     on_mesh = live_layouts(layouts, mesh)
-    rank, world_size = find_world()
+    rank, world_size = group_place() or (0, 1)
     local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
     shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
     request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
@@ -233,13 +234,13 @@ def load_model(
         return nbytes
 
     def describe(max_memory_nbytes: int) -> dict[str, str | None]:
-        size = nbytes_text(max_memory_nbytes)
+        size = f"{max_memory_nbytes:,} bytes"
         return {"call": "load_model", "recipe": path_text(recipe), "part": part, "max_memory": size}
 
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds, call="load_model", joins_launch=False)
     with team.together():
-        max_memory_nbytes, _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
+        max_memory_nbytes, _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
         planned, _ = team.agree(
             "the plan",

@@ -14,7 +14,7 @@ from xrank.commands.report import counts_requests, reshard_report
 from xrank.engine.report import Report
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.ranks.team import check_plans, find_launched_team
+from xrank.ranks.team import find_launched_team
 from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.recipes.reshard_plan import Reshard, plan_reshard
 from xrank.storage import places
@@ -124,7 +124,7 @@ def reshard_checkpoint(
             "the plan",
             lambda: plan(host, checks_output=team.is_first),
             lambda reshard: reshard.digest,
-            check_plans(team.ranks),
+            team.check_plans,
         )
         made = find_earlier(reshard, path, team) or make_states(reshard, path, progress, team)
     return reshard_report(reshard, path, started, made)

@@ -22,7 +22,7 @@ from xrank.errors import (
     option,
 )
 from xrank.layout import LayoutMap
-from xrank.ranks.team import check_plans, find_launched_team
+from xrank.ranks.team import find_launched_team
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.decision import digest_of_plan, read_layouts
 from xrank.recipes.options import default_workers, parse_size
@@ -143,9 +143,7 @@ def verify_model(
         paths = [places.absolute(os.fspath(one)) for one in (text, against or "")]
         team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
         with team.together():
-            check, _ = team.agree(
-                "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), check_plans(team.ranks)
-            )
+            check, _ = team.agree("the plan", plan, lambda check: digest_of_plan(check.plan, *paths), team.check_plans)
             verdict = run_check(check, budget, progress, team)
         if verdict is None:
             return {}

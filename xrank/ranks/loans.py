@@ -328,7 +328,7 @@ class MemoryOffer:
         across_hosts: whether ranks on other hosts also read; the offer then listens on a port.
         by_mooncake: whether Mooncake may read the views that are in a row in memory, too.
         addresses: of the port, as `PeerService` takes them.
-        secret: shared with the readers, who add the token to the description (`add_token`); None: it is in it.
+        secret: shared with the readers, who add the token to the description (`share_offers`); None: it is in it.
     """
 
     def __init__(
@@ -386,11 +386,6 @@ class MemoryOffer:
             self._mooncake.close()
 
 
-def add_token(description: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
-    """Return an offer's description with the token that its readers derive from their secret."""
-    return {**description, "token": derive_token(secret, str(description.get("socket"))).hex()}
-
-
 def share_offers(
     team: Team,
     what: str,
@@ -407,8 +402,8 @@ def share_offers(
 
     _, texts = team.agree(what, lambda: own, lambda text: text, collect)
     parts: list[dict[str, Any]] = [json.loads(text) for text in texts]
-    for one in parts:
-        one["offer"] = add_token(one["offer"], team.secret)  # which the store, through which texts came, must not have
+    for one in parts:  # the store, through which the texts came, must not have the token
+        one["offer"]["token"] = derive_token(team.secret, str(one["offer"].get("socket"))).hex()
     return parts
 
 

@@ -111,27 +111,35 @@ class Team:
     def mark_committed(self) -> None:
         """Record, on the first rank, that the output is in place: later failures of other ranks do not matter."""
 
+    def check_alike(self, _: object, calls: Sequence[Mapping[str, str | None]]) -> None:
+        """Decide, for `agree`, that all ranks make the same call: UsageError names what differs.
 
-def check_alike(ranks: Sequence[int]) -> Callable[[object, Sequence[Mapping[str, str | None]]], None]:
-    """Return the decision for `Team.agree` that all ranks make the same call: UsageError names what differs.
-
-    A rank describes its call by argument -> value as text; "call" is the name of the function.
-    """
-
-    def check(_: object, calls: Sequence[Mapping[str, str | None]]) -> None:
-        for rank, call in zip(ranks, calls, strict=True):
+        A rank describes its call by argument -> value as text; "call" is the name of the function.
+        """
+        for rank, call in zip(self.ranks, calls, strict=True):
             for name, want in calls[0].items():
                 if (got := call.get(name)) != want:
                     verb = "calls" if name == "call" else f"has {name}"
                     raise UsageError(
-                        f"rank {rank} {verb} {got}, rank {ranks[0]} {want}",
+                        f"rank {rank} {verb} {got}, rank {self.ranks[0]} {want}",
                         rank=rank,
                         got=f"{name} {got} on rank {rank}",
-                        want=f"{name} {want}, as on rank {ranks[0]}",
+                        want=f"{name} {want}, as on rank {self.ranks[0]}",
                         next_step=f"let all ranks {AGAIN}, with the same options",
                     )
 
-    return check
+    def check_plans(self, _: object, digests: Sequence[str]) -> None:
+        """Decide, for `agree`, that all ranks made the same plan; descriptions are digests."""
+        for rank, digest in zip(self.ranks, digests, strict=True):
+            if digest != digests[0]:
+                raise ContradictionError(
+                    f"rank {rank} plans another output than rank {self.ranks[0]}: its source or its arguments differ",
+                    rank=rank,
+                    got=f"plan {digest}",
+                    want=f"plan {digests[0]}: the same names, sizes, times and options",
+                    next_step="give all ranks the same options and one file system; where its clients cache what they "
+                    f"saw, wait a minute; then let all ranks {AGAIN}",
+                )
 
 
 def value_text(value: Any) -> str:
@@ -142,35 +150,12 @@ def value_text(value: Any) -> str:
         return str(value)
 
 
-def nbytes_text(nbytes: int) -> str:
-    """Return a size as text, the same for every spelling of the size."""
-    return f"{nbytes:,} bytes"
-
-
 def path_text(path: str | os.PathLike[str] | None) -> str | None:
     """Return a path or a name as text. Existing paths become absolute."""
     if path is None:
         return None
     text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
     return os.path.abspath(text) if os.path.exists(text) else text
-
-
-def check_plans(ranks: Sequence[int]) -> Callable[[object, Sequence[str]], None]:
-    """Return the decision for `Team.agree` that all ranks made the same plan; descriptions are digests."""
-
-    def check(_: object, digests: Sequence[str]) -> None:
-        for rank, digest in zip(ranks, digests, strict=True):
-            if digest != digests[0]:
-                raise ContradictionError(
-                    f"rank {rank} plans another output than rank {ranks[0]}: its source or its arguments differ",
-                    rank=rank,
-                    got=f"plan {digest}",
-                    want=f"plan {digests[0]}: the same names, sizes, times and options",
-                    next_step="give all ranks the same options and one file system; where its clients cache what they "
-                    f"saw, wait a minute; then let all ranks {AGAIN}",
-                )
-
-    return check
 
 
 # Only launchers set these: beside them wrong variables are a fault, and without them what a shell has left over.
@@ -262,11 +247,6 @@ def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
 def _message_folder(place: str) -> str | None:
     """Return the folder beside a path that carries messages between hosts; None: sockets do, as beside a URL."""
     return None if is_url(place) else os.path.realpath(os.path.dirname(os.path.abspath(place)))
-
-
-def find_world() -> tuple[int, int]:
-    """Return this process's rank in the world of torch.distributed, and the world's size; (0, 1) without one."""
-    return group_place() or (0, 1)
 
 
 _looking = Lock()

@@ -31,7 +31,8 @@ from xrank.layout.nest_table import IntArray
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
-from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
+from xrank.ranks.store import group_place
+from xrank.ranks.team import Team, path_text, value_text
 from xrank.readers.live.models import LiveModel, local_model, read_ranks
 from xrank.recipes.decision import FolderPlan, Purpose, Request, decide, plan_output
 from xrank.recipes.found_source import OwnConfig, choose_config, read_own_config
@@ -122,8 +123,8 @@ class ModelRequest(Struct, frozen=True, eq=False):
             "call": self.call,
             "out": None if self.place is None else places.absolute(self.place),
             "dtype": self.options.dtype,
-            "max_shard_size": nbytes_text(self.options.max_shard_nbytes),
-            "max_memory": nbytes_text(self.options.max_memory_nbytes),
+            "max_shard_size": f"{self.options.max_shard_nbytes:,} bytes",
+            "max_memory": f"{self.options.max_memory_nbytes:,} bytes",
             "overwrite": str(self.options.overwrite),
             "adapter": self.options.adapter,
             "recipe": path_text(self.recipe),
@@ -172,7 +173,7 @@ def locate_part(
 
     def make() -> ModelPart:
         # A mesh may have ranks of the world that are not in the group. With the world's size they can be named.
-        world_size = max(max(team.ranks) + 1, find_world()[1] if team.size > 1 else 0)
+        world_size = max(max(team.ranks) + 1, (group_place() or (0, 1))[1] if team.size > 1 else 0)
         local = local_model(
             request.model,
             layouts=request.layouts,
@@ -308,7 +309,7 @@ def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], plans: Sequence
                     want=f"{ways.get(want, 'transformed')}, into the same names, shapes and dtypes on all ranks",
                     next_step="give all ranks the same function, one that does not depend on the rank",
                 )
-    check_plans(team.ranks)(made, [one["digest"] for one in plans])
+    team.check_plans(made, [one["digest"] for one in plans])
 
 
 def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Team) -> None:
@@ -350,7 +351,7 @@ def make_tensors(ask: Callable[[], ModelRequest], team: Team, errors: AbstractCo
     import torch
 
     with errors, ExitStack() as loan, team.together():
-        request, _ = team.agree("the arguments", ask, ModelRequest.describe, check_alike(team.ranks))
+        request, _ = team.agree("the arguments", ask, ModelRequest.describe, team.check_alike)
         model = lend_model(request, team, loan)
         with closing(model.source):
             try:

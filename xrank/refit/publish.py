@@ -29,7 +29,7 @@ from xrank.errors import (
 from xrank.ranks.failure import Deadline
 from xrank.ranks.loans import MemoryOffer, is_mooncake, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
-from xrank.ranks.team import Team, check_alike, find_group_team, path_text
+from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
 from xrank.recipes.options import GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
 from xrank.recipes.quantization import Quantization
@@ -176,7 +176,7 @@ def offer_weights(
 
     with ExitStack() as loan:
         with team.together():
-            request, _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
+            request, _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
             is_prepared = request.transform is not None or quantization is not None or request.options.dtype != "keep"
             part = OwnPart(team, is_snapshot=snapshot, is_prepared=is_prepared)
             parts = _lend(

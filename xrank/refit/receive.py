@@ -47,9 +47,10 @@ from xrank.ranks.loans import (
     share_offers,
 )
 from xrank.ranks.memory import LocalBytes, local_bytes, locate_elements
-from xrank.ranks.team import check_alike, find_group_team, find_world, nbytes_text
-from xrank.readers.live.modules import FilledModule
+from xrank.ranks.store import group_place
+from xrank.ranks.team import find_group_team
 from xrank.readers.live.models import LiveModel
+from xrank.readers.live.modules import FilledModule
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.refit.directory import Address, RankRegistration, TrainerModel, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (
@@ -536,7 +537,7 @@ def take_weights(
         Budget.from_memory(nbytes, default_workers())
         is_mooncake(wire, "take_weights")
         if loader is None:
-            return ModuleTarget(target, live_layouts(layouts, mesh), mesh, *find_world()), nbytes
+            return ModuleTarget(target, live_layouts(layouts, mesh), mesh, *(group_place() or (0, 1))), nbytes
         if layouts is not None or mesh is not None:
             raise UsageError(
                 f"{option('loader')} shows how it cuts tensors; {option('layouts')} and {option('mesh')} have no use",
@@ -549,13 +550,13 @@ def take_weights(
             "call": "take_weights",
             "relay": str(relay),
             "address": place.path,
-            "max_memory": nbytes_text(made[1]),
+            "max_memory": f"{made[1]:,} bytes",
             "wire": wire,
         }
 
     with ExitStack() as loan:
         with team.together():
-            (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
+            (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
             block = StatusBlock()
             offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
             loan.callback(offer.close)
