@@ -25,7 +25,7 @@ from msgspec import Struct
 from xrank.errors import CorruptError, IncompleteError, UsageError
 from xrank.ranks.directory_messages import make_receipt_error
 from xrank.ranks.memory import LocalBytes, MemoryBytes, make_no_memory_error, row_major_bytes
-from xrank.ranks.memory_messages import ALIGNMENT, new_buffer
+from xrank.ranks.memory_messages import align, new_buffer
 from xrank.storage.entries import Entry
 from xrank.system import close_read, descriptor_limit, keep_descriptors_free
 
@@ -662,15 +662,15 @@ class SocketMessages:
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Copy a message, and serve the copy; see `MessageWorkspace`."""
         sizes = [*(tensor.nbytes for tensor in tensors), len(head := header.encode())]
-        places = _places_of(sizes)
-        nbytes = places[-1] + sizes[-1]
+        places, _ = align(sizes)
+        nbytes = sum(places[-1])
         try:
             content = new_buffer(nbytes)
         except (MemoryError, OSError) as error:
             raise make_no_memory_error("a message", nbytes, "free memory, or give workspace_path") from error
-        for place, tensor in zip(places, tensors, strict=False):
-            content[place : place + tensor.nbytes] = row_major_bytes(tensor).data
-        content[places[-1] :] = head
+        for (start, _), tensor in zip(places, tensors, strict=False):
+            content[start : start + tensor.nbytes] = row_major_bytes(tensor).data
+        content[places[-1][0] :] = head
         if self._service is None:
             addresses = self._addresses() if self._across_hosts else ()
             self._service = PeerService(
@@ -690,8 +690,8 @@ class SocketMessages:
     def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
         """Return a message; see `MessageWorkspace`."""
         message = _Receipt.from_json(receipt, rank, self._secret)
-        places = _places_of(message.sizes)
-        content = new_buffer(places[-1] + message.sizes[-1])
+        places, _ = align(message.sizes)
+        content = new_buffer(sum(places[-1]))
         try:
             self._read(rank, message, content)
         except (PeerGoneError, PeerRefusalError) as error:
@@ -705,7 +705,7 @@ class SocketMessages:
                 want=f"checksum {message.digest}",
                 next_step="gather again; if it happens again, check the network, and the memory of both hosts",
             )
-        parts = [content[start : start + nbytes] for start, nbytes in zip(places, message.sizes, strict=True)]
+        parts = [content[start : start + nbytes] for start, nbytes in places]
         return bytes(parts.pop()).decode(), parts
 
     def _read(self, rank: int, message: _Receipt, into: memoryview) -> None:
@@ -751,15 +751,6 @@ class _Receipt(Struct, frozen=True):
             fields["sizes"].refuse("sizes")
         place = ServicePlace.from_entry(fields["service"], secret)
         return cls(place, fields["number"].count(), sizes, fields["digest"].text())
-
-
-def _places_of(sizes: Sequence[int]) -> list[int]:
-    """Return the first byte of each part of a message."""
-    places, end = [], 0
-    for nbytes in sizes:
-        places.append(end)
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return places
 
 
 def _missing_error(rank: int, message: _Receipt, got: str) -> IncompleteError:

@@ -260,20 +260,16 @@ class World(NamedTuple):
         owner = _NO_GROUP if self.owner is None else self.owner
         with _making.lock:
             known = _memberships.get(owner)
-            if known is None or known[0] != os.getpid():
+            if known is None or known.pid != os.getpid():
                 environ, is_one_host = environment.environ(), False
                 with suppress(UsageError):  # contradicting variables
                     launch = read_launch(environ)
-                    # Only torchrun proves that all ranks are on one host.
-                    is_one_host = (
-                        launch is not None
-                        and launch.launcher == "torchrun"
-                        and launch.local_world_size == launch.world_size == self.size
-                    )
-                membership = Membership(find_store(self.owner, environ), self.rank, beats=not is_one_host)
-                _memberships[owner] = known = (os.getpid(), membership)
-                _close_with(owner, membership.close)
-            return known[1]
+                    is_one_host = launch is not None and launch.is_one_host and launch.world_size == self.size
+                known = _memberships[owner] = Membership(
+                    find_store(self.owner, environ), self.rank, beats=not is_one_host
+                )
+                _close_with(owner, known.close)
+            return known
 
 
 class GroupGathers:
@@ -350,7 +346,7 @@ class GroupGathers:
 
 _groups: WeakKeyDictionary[Any, GroupGathers] = WeakKeyDictionary()
 """Gathers by process group: they end when the group is destroyed."""
-_memberships: WeakKeyDictionary[Any, tuple[int, Membership]] = WeakKeyDictionary()
+_memberships: WeakKeyDictionary[Any, Membership] = WeakKeyDictionary()
 joined_work: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Process group -> name of the last piece of work that this rank joined (`xrank.ranks.registration`)."""
 

@@ -11,9 +11,10 @@ import socket
 import stat
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
@@ -152,8 +153,8 @@ def _matches(status: os.stat_result, place: MemoryPlace) -> bool:
     )
 
 
-ALIGNMENT = 64
-_HEAD_NBYTES = ALIGNMENT
+_ALIGNMENT = 64
+_HEAD_NBYTES = _ALIGNMENT
 _USE, _NUMBER = range(2)
 """Indexes of an arena's words."""
 _FREE, _TAKEN, _LENT, _ABANDONED = range(4)
@@ -360,6 +361,15 @@ class AttachedArena:
         return [view[start : start + nbytes] for start, nbytes in starts], lease
 
 
+def align(sizes: Iterable[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return (first byte, size) of each part of a message, and the aligned end of the last one."""
+    places, end = [], 0
+    for nbytes in sizes:
+        places.append((end, nbytes))
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
 def new_buffer(nbytes: int) -> memoryview:
     """Return writable, uninitialized memory owned by the caller; large buffers lie in huge pages."""
     if nbytes < _HUGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -392,17 +402,14 @@ class MemoryMessages:
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Write a message; see `MessageWorkspace`."""
         head = header.encode()
-        table = array("q")
-        end = 0
-        for nbytes in (*(tensor.nbytes for tensor in tensors), len(head)):
-            table.extend((end, nbytes))
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        places, end = align([*(tensor.nbytes for tensor in tensors), len(head)])
+        table = array("q", chain.from_iterable(places))
         arena = self._free_arena(end + 8 * len(table))
         number = arena.take()
         try:
-            for i, tensor in enumerate(tensors):
-                arena.write(table[2 * i], tensor)
-            arena.write_bytes(table[-2], head)
+            for (start, _), tensor in zip(places, tensors, strict=False):
+                arena.write(start, tensor)
+            arena.write_bytes(places[-1][0], head)
             arena.write_bytes(end, table.tobytes())
         except BaseException:
             # The reader never gets the receipt, so it would never free the arena; and memory may be short.

@@ -47,6 +47,11 @@ class Launch(Struct, frozen=True):
                     next_step="correct or unset the launcher's variables in this process",
                 )
 
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on one host, which only torchrun proves."""
+        return self.launcher == "torchrun" and self.local_world_size == self.world_size
+
 
 class KerasJobs(Struct, frozen=True):
     """Keras' own variables about the processes of a job; None for those that are not set."""

@@ -231,15 +231,13 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str
 
 def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
     group = connect_launched_ranks(launch, environment.environ(), timeout_seconds=timeout_seconds)
-    # Only torchrun proves that all ranks are on one host; messages between hosts also work on one host.
-    is_one_host = launch.launcher == "torchrun" and launch.local_world_size == launch.world_size
     return SharedTeam(
         group,
         range(launch.world_size),
         launch.rank,
-        None if is_one_host else _message_folder(out),
+        None if launch.is_one_host else _message_folder(out),  # messages between hosts also work on one host
         num_here=launch.local_world_size or 1,
-        is_one_host=is_one_host,
+        is_one_host=launch.is_one_host,
         timeout_seconds=timeout_seconds,
     )
 

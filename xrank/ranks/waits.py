@@ -228,7 +228,7 @@ class Membership:
         """Rank -> own failures at large that have failed one of that rank's calls, or were the same call's."""
         self._waits: dict[str, str] = {}
         self._waits_lock = threading.Lock()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._heartbeat: Heartbeat | None = None
         if beats:
             self._heartbeat = Heartbeat(
@@ -348,7 +348,7 @@ class Membership:
 
     def close(self) -> None:
         """Stop the beat and release all resources. A second call does nothing."""
-        if self._heartbeat is not None and os.getpid() == self._pid:
+        if self._heartbeat is not None and os.getpid() == self.pid:
             self._heartbeat.stop()
         self._heartbeat = None
         for life in self._lives.values():
