@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from xrank.errors import CorruptError, IncompleteError, UsageError
 from xrank.ranks.directory_messages import make_receipt_error
-from xrank.ranks.memory import LocalBytes, MemoryBytes, make_no_memory_error, row_major_bytes
+from xrank.ranks.memory import LocalBytes, MemoryBytes, explain_no_memory, row_major_bytes
 from xrank.ranks.memory_messages import align, new_buffer
 from xrank.storage.entries import Entry
 from xrank.system import close_read, descriptor_limit, keep_descriptors_free
@@ -664,10 +664,8 @@ class SocketMessages:
         sizes = [*(tensor.nbytes for tensor in tensors), len(head := header.encode())]
         places, _ = align(sizes)
         nbytes = sum(places[-1])
-        try:
+        with explain_no_memory("a message", nbytes, "free memory, or give workspace_path"):
             content = new_buffer(nbytes)
-        except (MemoryError, OSError) as error:
-            raise make_no_memory_error("a message", nbytes, "free memory, or give workspace_path") from error
         for (start, _), tensor in zip(places, tensors, strict=False):
             content[start : start + tensor.nbytes] = row_major_bytes(tensor).data
         content[places[-1][0] :] = head

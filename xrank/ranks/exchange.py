@@ -259,7 +259,14 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
             return torch.Size(tree[1])
         case "o":
-            return _make_mapping(tree, tensors)
+            _, name, items, attributes, factory = tree
+            made: Any = _MAPPINGS[name]()
+            made.update(_unpack(items, tensors))
+            if isinstance(made, defaultdict) and factory is not None:
+                made.default_factory = _FACTORIES[factory]
+            for attribute, item in attributes:
+                made.__dict__[attribute] = _unpack(item, tensors)
+            return made
         case "p":
             return Path(tree[1])
         case "q":
@@ -277,17 +284,6 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
             attributes = {name: _unpack(item, tensors) for name, item in tree[2]}
             return make_instance(tree[1], attributes, tree[3])
     raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}", next_step=SAME_VERSION)
-
-
-def _make_mapping(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    _, name, items, attributes, factory = tree
-    made: Any = _MAPPINGS[name]()
-    made.update(_unpack(items, tensors))
-    if isinstance(made, defaultdict) and factory is not None:
-        made.default_factory = _FACTORIES[factory]
-    for attribute, item in attributes:
-        made.__dict__[attribute] = _unpack(item, tensors)
-    return made
 
 
 class _Packer:

@@ -74,10 +74,6 @@ def row_major_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.
     return flat
 
 
-NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-"""Error numbers of a write to a file in memory when the system lacks memory."""
-
-
 @contextlib.contextmanager
 def explain_no_space(
     directory: str, what: str, nbytes: int, *, file: str | None = None, rank: int | None = None, besides: str = ""
@@ -126,20 +122,26 @@ def explain_size_limit(what: str, nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def make_no_memory_error(
+@contextlib.contextmanager
+def explain_no_memory(
     what: str, nbytes: int, next_step: str, *, rank: int | None = None, besides: str = ""
-) -> NoSpaceError:
-    """Return the error that the system lacks memory for `nbytes` bytes of `what`."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return NoSpaceError(
-        f"not enough memory for {what}",
-        rank=rank,
-        got=f"{free:,} bytes free",
-        want=f"{nbytes:,} bytes{besides}",
-        next_step=next_step,
-        needed_nbytes=nbytes,
-        free_nbytes=free,
-    )
+) -> Iterator[None]:
+    """Turn a lack of memory, also for a file in memory, into a NoSpaceError with the needed and the free bytes."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        raise NoSpaceError(
+            f"not enough memory for {what}",
+            rank=rank,
+            got=f"{free:,} bytes free",
+            want=f"{nbytes:,} bytes{besides}",
+            next_step=next_step,
+            needed_nbytes=nbytes,
+            free_nbytes=free,
+        ) from error
 
 
 _CHUNK_NBYTES = 1 << 20

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.failure import damage_error
-from xrank.ranks.memory import NO_MEMORY, make_no_memory_error, row_major_bytes
+from xrank.ranks.memory import explain_no_memory, row_major_bytes
 from xrank.ranks.waits import process_space
 from xrank.system import after_fork_in_child
 
@@ -191,14 +191,9 @@ class Arena:
             raise
 
     @property
-    def is_free(self) -> bool:
-        """Whether no reader needs it any more."""
-        return self._words[_USE] == _FREE
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether no reader will ever free it."""
-        return self._words[_USE] == _ABANDONED
+    def use(self) -> int:
+        """Whether readers need it: `_FREE` if none does any more, `_ABANDONED` if none will ever free it."""
+        return self._words[_USE]
 
     def take(self) -> int:
         """Mark the arena as taken until its reader frees it, and return the new message's number."""
@@ -236,16 +231,10 @@ class Arena:
             self._written = end
 
     def _write_fresh(self, position: int, data: memoryview) -> None:
-        needed = len(data)
-        while data:
-            try:
+        with explain_no_memory("the message", len(data), "free memory on this host, or give workspace_path"):
+            while data:
                 n = os.pwrite(self._file.fd, data, position)
-            except OSError as error:
-                if error.errno not in NO_MEMORY:
-                    raise
-                next_step = "free memory on this host, or give workspace_path"
-                raise make_no_memory_error("the message", needed, next_step) from error
-            data, position = data[n:], position + n
+                data, position = data[n:], position + n
 
     def close(self) -> None:
         """End the message in it and release the memory. Readers keep what they hold."""
@@ -420,11 +409,11 @@ class MemoryMessages:
         return _to_json({"place": arena.description, "number": number, "kept": kept, "table": [end, len(table)]})
 
     def _free_arena(self, nbytes: int) -> Arena:
-        free = [arena for arena in self._arenas if arena.is_free]
+        free = [arena for arena in self._arenas if arena.use == _FREE]
         if fitting := [arena for arena in free if arena.capacity >= nbytes]:
             return min(fitting, key=lambda arena: arena.capacity)
         # Free ones are too small, and a larger one takes their place; abandoned ones never come back.
-        for arena in [*free, *(arena for arena in self._arenas if arena.is_abandoned)]:
+        for arena in [*free, *(arena for arena in self._arenas if arena.use == _ABANDONED)]:
             self._arenas.remove(arena)
             arena.close()
         self._arenas.append(Arena(nbytes))

@@ -181,7 +181,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].as_strided(args[0].shape, args[0].stride(), args[0].storage_offset())
         if written:
             self._end(names, f"{func} changes it in place")
-        args, kwargs = tree_map_only(torch.Tensor, _without_memory, (args, kwargs))
+        # Operations take one device, so tensors with values become stand-ins as well.
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda one: one if one.is_meta else torch.empty_like(one, device="meta"), (args, kwargs)
+        )
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = func(*args, **kwargs)
@@ -255,11 +258,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[number] if number < len(args) else kwargs.get(argument.name)
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a stand-in for one with values: operations take one device."""
-    return tensor if tensor.device.type == "meta" else torch.empty_like(tensor, device="meta")
 
 
 def _make_copy(

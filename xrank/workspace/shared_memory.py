@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank import environment
 from xrank.errors import IncompleteError, UsageError, XrankError, require_linux
-from xrank.ranks.memory import NO_MEMORY, make_no_memory_error
+from xrank.ranks.memory import explain_no_memory
 from xrank.ranks.memory_messages import MemoryFile, MemoryMessages, MemoryPlace, open_place
 from xrank.ranks.store import LocalStore, Store, find_store, group_place
 from xrank.system import after_fork_in_child
@@ -101,18 +101,14 @@ class SharedMemoryWorkspace(MessagingWorkspace):
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
         file = MemoryFile()
         try:
-            try:
+            with explain_no_memory(
+                f"the state of rank {self.rank}",
+                archive.nbytes,
+                "free memory on this host, or use NFSWorkspace",
+                rank=self.rank,
+                besides=" and a little more; the last state stays until the new one is complete",
+            ):
                 archive.write(file.fd)
-            except OSError as error:
-                if error.errno not in NO_MEMORY:
-                    raise
-                raise make_no_memory_error(
-                    f"the state of rank {self.rank}",
-                    archive.nbytes,
-                    "free memory on this host, or use NFSWorkspace",
-                    rank=self.rank,
-                    besides=" and a little more; the last state stays until the new one is complete",
-                ) from error
             place = file.seal()
             _held[place.nonce] = file
             # Publish the new place before releasing the old memory: a reader always finds one complete state.
