@@ -587,9 +587,10 @@ class WeightsOffer:
                 want=f"an integer of at least {last + 1}",
                 next_step="number the steps upwards; after a restart make a new offer",
             )
+        present = self._place.find_trainer_id()
+        # After that look: the rank that closes notes the reason before it removes the registration.
         if (failure := self._find_noted_failure()) is not None:
             raise failure
-        present = self._place.find_trainer_id()
         if present is None:  # a rank of this trainer has closed its offer
             self._ranks.find_late(step)
         if present != self._registration.id:
