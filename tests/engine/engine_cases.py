@@ -157,6 +157,21 @@ class MadeModel:
         return [memoryview(record) for record in self.records]
 
 
+class MemorySource:
+    """Reads records that are views of memory, one for each record."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view.cast("B") for view in views]
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the record's bytes from `start` on."""
+        into[:] = self._views[record][start : start + len(into)]
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Return a view of the bytes; nothing is copied."""
+        return self._views[record][start : start + nbytes]
+
+
 def add_random(
     made: MadeModel,
     integer: Integer,

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from tests.engine.engine_cases import MemorySource
 from tests.open_files import open_files
-from xrank.engine.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
+from xrank.engine.buffers import FileSource, FileTarget, MemoryTarget, NullTarget
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel

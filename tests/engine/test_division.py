@@ -6,9 +6,9 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
-from tests.engine.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
+from tests.engine.engine_cases import MadeModel, MemorySource, add_random, expected_file, lay_out, outputs_of
 from xrank.engine import executor, windows
-from xrank.engine.buffers import MemorySource, MemoryTarget
+from xrank.engine.buffers import MemoryTarget
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.rounds import divide

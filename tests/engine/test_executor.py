@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.engine_cases import (
     MadeModel,
+    MemorySource,
     add_random,
     box_nest,
     by_torch,
@@ -24,7 +25,7 @@ from tests.engine.engine_cases import (
 )
 from xrank import dtypes
 from xrank.engine import executor, windows
-from xrank.engine.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
+from xrank.engine.buffers import FileSource, FileTarget, MemoryTarget, NullTarget
 from xrank.engine.executor import Budget, CancelledError, execute
 from xrank.engine.planner import make_plan
 from xrank.engine.sources import ObjectSource

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.engine.engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of
+from tests.engine.engine_cases import MadeModel, MemorySource, add_random, box_nest, lay_out, outputs_of
 from xrank import dtypes
 from xrank.engine import faults
-from xrank.engine.buffers import MemorySource
 from xrank.engine.faults import checksum_error, difference_error, overflow_error
 from xrank.engine.planner import make_plan
 from xrank.errors import ContradictionError, CorruptError, UsageError

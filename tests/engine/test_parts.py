@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.engine.engine_cases import MadeModel, add_random, box_nest, cut_boxes, pairs_of, plain_digest, use_as_store
+from tests.engine.engine_cases import (
+    MadeModel,
+    MemorySource,
+    add_random,
+    box_nest,
+    cut_boxes,
+    pairs_of,
+    plain_digest,
+    use_as_store,
+)
 from xrank import dtypes
 from xrank.engine import executor, planner, windows
-from xrank.engine.buffers import MemorySource, MemoryTarget
+from xrank.engine.buffers import MemoryTarget
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import Pieces, compose, make_plan
 from xrank.engine.sources import ObjectSource

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from tests.engine.engine_cases import MadeModel, box_nest, expected_file, lay_out, outputs_of, shuffled
+from tests.engine.engine_cases import MadeModel, MemorySource, box_nest, expected_file, lay_out, outputs_of, shuffled
 from xrank.engine import replicas
-from xrank.engine.buffers import MemorySource, MemoryTarget
+from xrank.engine.buffers import MemoryTarget
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.replicas import digest_twins, find_different_twin, prefer_own_copies

@@ -221,21 +221,6 @@ class FileTarget:
             start_writeback(fd, max(0, offset - 2 * _WRITEBACK_NBYTES), _WRITEBACK_NBYTES)
 
 
-class MemorySource:
-    """Reads records that are views of memory, one for each record."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = [view.cast("B") for view in views]
-
-    def read_into(self, record: int, start: int, into: memoryview) -> None:
-        """Fill `into` with the record's bytes from `start` on."""
-        into[:] = self._views[record][start : start + len(into)]
-
-    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
-        """Return a view of the bytes; nothing is copied."""
-        return self._views[record][start : start + nbytes]
-
-
 class MemoryTarget:
     """Writes to views of memory, one for each output file; see `PlacingTarget`."""
 

@@ -24,13 +24,13 @@ class Facts(Mapping[str, Any]):
     These are not dataclasses: each would add two milliseconds to the start of every command.
     """
 
-    _given: tuple[str, ...]
+    _given: Mapping[str, Any]
 
     def __init__(self, **given: Any) -> None:
         unknown = given.keys() - type(self).__annotations__.keys()
         if unknown:
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
-        self.__dict__.update(given, _given=tuple(given))
+        self.__dict__.update(given, _given=given)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be set")
@@ -39,9 +39,7 @@ class Facts(Mapping[str, Any]):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._given:
-            raise KeyError(name)
-        return getattr(self, name)
+        return self._given[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._given)
@@ -306,15 +304,6 @@ def align_rows(rows: Sequence[Row]) -> str:
     return "\n".join(f"{label:<{width}}  {one_line(text)}" for label, text in rows)
 
 
-def report_html(report: Report) -> str:
-    """Return a report as a table of a notebook, in the notebook's own colours."""
-    from html import escape  # only notebooks need it
-
-    style = 'style="text-align: left; vertical-align: top"'
-    rows = (f"<tr><th>{escape(label)}</th><td {style}>{escape(text)}</td></tr>" for label, text in report_rows(report))
-    return f'<table class="xrank-report" {style}>{"".join(rows)}</table>'
-
-
 class Report(Struct, frozen=True):
     """The result of a command or call; `to_dict` is its JSON form, whose keys are stable."""
 
@@ -380,27 +369,33 @@ class Report(Struct, frozen=True):
         return align_rows(report_rows(self))
 
     def _repr_html_(self) -> str:
-        """Return the report as a table for notebooks."""
-        return report_html(self)
+        """Return the report as a table of a notebook, in the notebook's own colors."""
+        from html import escape  # only notebooks need it
+
+        style = 'style="text-align: left; vertical-align: top"'
+        cells = ((escape(label), escape(text)) for label, text in report_rows(self))
+        rows = (f"<tr><th>{label}</th><td {style}>{text}</td></tr>" for label, text in cells)
+        return f'<table class="xrank-report" {style}>{"".join(rows)}</table>'
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as one JSON object."""
-        return {
+        parts = {
             "schema": 1,
             "command": self.command,
             "status": self.status,
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 3),
             "peak_rss_nbytes": self.peak_rss_nbytes,
-            "source": self.source.to_dict(),
-            "proof": self.proof.to_dict(),
-            "output": plain_value(self.output),
-            **({} if self.plan is None else {"plan": self.plan.to_dict()}),
-            **({} if self.traffic is None else {"traffic": self.traffic.to_dict()}),
-            **self.details.to_dict(),
+            "source": self.source,
+            "proof": self.proof,
+            "output": self.output,
+            **({} if self.plan is None else {"plan": self.plan}),
+            **({} if self.traffic is None else {"traffic": self.traffic}),
+            **self.details,
             "notes": [{"code": code, "message": message} for code, message in self.notes],
-            "error": plain_value(self.error),
+            "error": self.error,
         }
+        return {name: plain_value(part) for name, part in parts.items()}
 
 
 def timed_report(command: str, started: float, *, fault: XrankError | None = None, **facts: Any) -> Report:
