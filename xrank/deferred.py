@@ -9,12 +9,7 @@ from typing import Any
 
 
 def defer_imports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        package: ``__name__`` of the package.
-        homes: public name -> module below the package that defines it.
-    """
+    """Return the ``__getattr__`` and ``__dir__`` of a package, by public name -> module below it that defines it."""
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -66,11 +66,7 @@ _BY_TORCH_NAME = {d.torch_name: d for d in DTYPES.values()}
 
 
 def dtype(name: str) -> DType:
-    """Return the element type of that safetensors name.
-
-    Raises:
-        UsageError: the element type is not supported.
-    """
+    """Return the element type of that safetensors name, or raise UsageError."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -78,11 +74,7 @@ def dtype(name: str) -> DType:
 
 
 def by_torch_name(name: str) -> DType:
-    """Return the element type torch calls ``torch.<name>``.
-
-    Raises:
-        UsageError: safetensors has no such element type.
-    """
+    """Return the element type that torch calls ``torch.<name>``; UsageError if safetensors has none such."""
     try:
         return _BY_TORCH_NAME[name]
     except KeyError:

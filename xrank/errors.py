@@ -20,7 +20,6 @@ other ranks carry them like any text.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
@@ -30,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pickle import UnpicklingError
-from typing import Any, ClassVar, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -270,15 +269,9 @@ class XrankError(Exception):
         got: str | None = None,
         next_step: str | None = None,
     ) -> None:
-        """Fill parts that are absent with what the caller knows of them.
+        """Fill parts that are absent with what the caller knows of them; `got` is added to what was found.
 
-        Args:
-            subject: the message then begins with it, unless it does so already.
-            tensor: as for a new error.
-            rank: as for a new error.
-            file: as for a new error.
-            got: what was found besides.
-            next_step: what the user does next, unless the error has a step of its own.
+        The message then begins with `subject`, unless it does so already.
         """
         if subject and not self._message.startswith(subject):
             self._message = f"{subject}: {self._message}"
@@ -316,7 +309,7 @@ class XrankError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self._message, {**self.__dict__, "_added": [*self._added]}))
+        return (type(self), (self._message,), {**self.__dict__, "_added": [*self._added]})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as a JSON object; absent parts are None."""
@@ -354,12 +347,6 @@ class XrankError(Exception):
             failures = record.get("failures", ())
             error.failures = tuple(error if one is None else XrankError.from_record(one) for one in failures)
         return error
-
-
-def _rebuild(kind: type[XrankError], message: str, state: dict[str, Any]) -> XrankError:
-    error = kind(message)
-    error.__dict__.update(state)
-    return error
 
 
 class UsageError(XrankError, ValueError):
@@ -461,8 +448,7 @@ class GradientError(XrankError, RuntimeError):
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -477,23 +463,13 @@ def errors_of(function: Callable[..., Any]) -> Iterator[None]:
         raise
 
 
-def names_own_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def names_own_arguments(function: Function) -> Function:
     """Let errors that leave a public function name its arguments; see `errors_of`."""
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with errors_of(function):
-            return function(*args, **kwargs)
-
-    return call
+    return errors_of(function)(function)
 
 
 def check_no_url(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL where a path is wanted; as a path, it would mean a folder with the scheme's name.
-
-    Raises:
-        UsageError: it is a URL.
-    """
+    """Refuse a URL where a path is wanted; as a path, it would mean a folder with the scheme's name."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is not None:
@@ -521,15 +497,7 @@ _EXTRAS = {
 
 
 def require(module: str, what: str) -> None:
-    """Check that a module of an extra is installed, without importing it.
-
-    Args:
-        module: a name of `_EXTRAS`.
-        what: the call that needs it, for the error.
-
-    Raises:
-        UsageError: it is not; the error names the extra.
-    """
+    """Check, without an import, that a module of an extra is installed, which a call needs, or raise UsageError."""
     try:
         is_there = module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
@@ -541,14 +509,7 @@ def require(module: str, what: str) -> None:
 
 
 def require_linux(what: str) -> None:
-    """Check that this is Linux, whose memory files and process descriptors ranks need.
-
-    Args:
-        what: the call that needs them, for the error.
-
-    Raises:
-        UsageError: the system lacks them.
-    """
+    """Check that this is Linux, whose memory files and process descriptors a call needs, or raise UsageError."""
     missing = [name for name in ("memfd_create", "pidfd_open", "eventfd") if not hasattr(os, name)]
     if missing:
         raise UsageError(

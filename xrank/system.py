@@ -42,10 +42,7 @@ _seeking = threading.Lock()
 def lock_file(path: str) -> int | None:
     """Lock a file, made if it is absent, and return its descriptor; None if another process holds the lock.
 
-    The system frees the lock when the descriptor is closed, at the latest with the process.
-
-    Raises:
-        OSError: the file cannot be opened, or the file system has no locks (ENOSYS, ENOLCK and others).
+    The system frees the lock when the descriptor is closed. OSError if the file system has no locks.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | _ALWAYS | _NO_LINK | _NO_WAIT, 0o666)
@@ -197,14 +194,12 @@ def descriptor_limit() -> int:
 
 
 def keep_descriptors_free(newest: int) -> bool:
-    """Raise the soft limit of open files if a descriptor comes near it; return whether the last quarter is free.
+    """Raise the soft limit of open files if a new descriptor comes near it; return whether the last quarter is free.
 
     A process that lends its memory to hundreds of others needs as many descriptors, and the rest of its program needs
     some, too. The limit is not raised before: programs that use select(2) cannot have more than 1,024.
-
-    Args:
-        newest: a new descriptor. The kernel gives the lowest free number, so it tells how many are in use.
     """
+    # The kernel gives the lowest free number, so it tells how many are in use.
     while newest >= (soft := descriptor_limit()) * 3 // 4:
         try:
             import resource

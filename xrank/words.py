@@ -52,12 +52,7 @@ def join_words(words: Iterable[str]) -> str:
 
 
 def ranks_text(ranks: Iterable[int], *, compact: bool = False) -> str:
-    """Return ranks by rising number: ``rank 3``, ``ranks 0-2, 4``, ``ranks 0, 8, .., 1016 (128 ranks)``.
-
-    Args:
-        ranks: in any order.
-        compact: as in `runs_text`.
-    """
+    """Return ranks by rising number: ``rank 3``, ``ranks 0-2, 4``, ``ranks 0, 8, .., 1016 (128 ranks)``."""
     distinct = sorted(set(ranks))
     if not distinct:
         return "no rank"
@@ -85,9 +80,7 @@ def _runs(rising: Iterable[int]) -> list[tuple[int, int]]:
 def runs_text(runs: Sequence[tuple[int, int]], *, compact: bool = False) -> str:
     """Return runs of numbers, both ends included: ``0-2, 4``. Of many at even distances, the first two and the last.
 
-    Args:
-        runs: by rising number.
-        compact: without spaces, with fewer runs, and of many at uneven distances the first three.
+    If `compact`, without spaces, with fewer runs, and of many at uneven distances the first three.
     """
     words = [*map(_run_text, runs)]
     if len(runs) > (_MAX_COMPACT_RUNS if compact else _MAX_RUNS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -13,10 +13,9 @@ from msgspec import Struct
 from xrank.dtypes import dtype as dtype_of
 from xrank.engine.buffers import MemoryTarget
 from xrank.engine.executor import execute
-from xrank.engine.faults import raise_mismatch
+from xrank.engine.faults import make_checksums
 from xrank.engine.planner import TensorPlan, select_tensors
 from xrank.engine.sources import DecodedSource, open_source
-from xrank.engine.windows import RecordChecksums
 from xrank.errors import UsageError, errors_of, names_own_arguments, require
 from xrank.layout import LayoutMap
 from xrank.recipes.decision import FolderPlan, plan_gather, read_layouts
@@ -57,7 +56,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         self._given = layouts
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
         self._lock = threading.Lock()
-        self._checksums = self._make_checksums()
+        self._checksums = make_checksums(self._gather.plan)
         source = open_source(gather.source)
         self._decoded = source if isinstance(source, DecodedSource) else None
         """For compressed records, which many tensors may share: each is decoded once."""
@@ -133,10 +132,6 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """Notes that a gather would make, as (code, message): assumptions, missing checksums, omitted items."""
         return self._gather.notes
 
-    def _make_checksums(self) -> RecordChecksums:
-        """Return checksums with every record unread; the first tensor of a shared record reads it whole, once."""
-        return RecordChecksums(self._gather.source.records, partial(raise_mismatch, self._gather.plan))
-
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
         options = self._gather.options
         # For each look-up anew: opening a file checks that it is still the one that was planned.
@@ -150,7 +145,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
                 checksums=self._checksums,
             )
         except BaseException:
-            self._checksums = self._make_checksums()  # bad or half-read records are read again
+            self._checksums = make_checksums(self._gather.plan)  # bad or half-read records are read again
             raise
         finally:
             source.close() if self._decoded is None else self._decoded.close_files()

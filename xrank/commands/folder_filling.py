@@ -17,7 +17,6 @@ from xrank.engine.file_writing import (
     find_together,
     hash_beside,
     identify_output,
-    keep_if_hashed,
     write_files,
 )
 from xrank.engine.hf_folder import index_name, index_text
@@ -108,7 +107,7 @@ def _fill_stage(
             resume=resume,
         ) as stage:
             made = fill(stage)
-            keep_if_hashed(stage, finish_hashes)
+            finish_hashes(stage)
             # The last moment to stop: after the commit the output is there, whichever rank has failed.
             team.check_failures()
             stage.commit()

@@ -81,10 +81,8 @@ class PlacingTarget(Target, Protocol):
 class FileSource:
     """Reads the records of a stored model; keeps a bounded number of files open.
 
-    Raises (from every method):
-        CorruptError: a file is shorter than when its metadata was read.
-        XrankError: the disk or the server fails to read.
-        ContradictionError: a file is not the one whose metadata was read.
+    Every method raises CorruptError for a file that is shorter than when its metadata was read, ContradictionError for
+    a different one, and XrankError if the disk or the server fails.
     """
 
     def __init__(self, model: StoredModel) -> None:
@@ -201,14 +199,11 @@ def make_change_error(file: SourceFile) -> ContradictionError:
 
 
 class FileTarget:
-    """Writes to file descriptors by index of the output file; the caller opens, sizes and syncs them, and may add some.
-
-    On tmpfs (`in_memory`) pages are small anyway, and fewer calls are faster.
-    """
+    """Writes to file descriptors by index of the output file, which the caller opens, sizes and syncs."""
 
     def __init__(self, descriptors: dict[int, int], *, in_memory: bool = False) -> None:
         self.descriptors = descriptors
-        self.in_memory = in_memory
+        self.in_memory = in_memory  # on tmpfs pages are small anyway, and fewer calls are faster
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
@@ -300,10 +295,7 @@ class SharedExtents:
         """Bytes that were shared and not written."""
 
     def share(self, file: int, first: int, nbytes: int, runs: Sequence[SharedRun]) -> Iterator[tuple[int, int]]:
-        """Share as much of a window as possible; yield (start, stop) of its bytes that are still to be written.
-
-        The window begins at the file's byte `first`, and has these runs of unchanged bytes, by rising start.
-        """
+        """Share blocks of a window from the file's byte `first` on; yield (start, stop) of the bytes still to write."""
         done = 0
         for run in runs if self._is_possible else ():
             low = -(-(first + run.start) // _BLOCK_NBYTES) * _BLOCK_NBYTES - first

@@ -55,11 +55,7 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
 
     Folders inside are included, as for chat templates and code, unless they contain weights: such a folder is another
     model, or a checkpoint. Links to files are followed, links to folders are not; FIFOs, sockets and devices are left
-    out.
-
-    Raises:
-        UsageError: the path is not a folder, or may not be read.
-        IncompleteError: a companion is a link to nothing.
+    out. A link to nothing is an IncompleteError.
     """
     if not places.is_folder(folder):
         next_step = f"give a model folder as {option('base_model')}"
@@ -73,10 +69,7 @@ def list_source_companions(folder: str) -> tuple[CompanionFile, ...]:
 
 
 def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], tuple[str, ...]]:
-    """List the well-known companions in some folders, each from the first that has it, and notes about differing ones.
-
-    A link to nothing raises IncompleteError.
-    """
+    """List the well-known companions in some folders, each from the first that has it, and notes on differing ones."""
     found: dict[str, CompanionFile] = {}
     others = []
     for folder in folders:
@@ -94,12 +87,7 @@ def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], 
 def check_companions(companions: Iterable[CompanionFile]) -> tuple[CompanionFile, ...]:
     """Check that the well-known JSON files among the companions are whole; return all companions.
 
-    Those in Hugging Face's cache are compared with the hashes that they are named by.
-
-    Raises:
-        CorruptError: one of them does not contain a JSON object, as after a copy that was cut short, or has other bytes
-            than were downloaded.
-        IncompleteError, UsageError: one is missing, or the user may not read it.
+    Those in Hugging Face's cache are compared with the hashes that they are named by: CorruptError if they differ.
     """
     listed = tuple(companions)
     for companion in listed:
@@ -126,12 +114,7 @@ def _check_blob(path: str) -> None:
 
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
-    """Return the folder of a model in the local Hugging Face cache. Nothing is downloaded.
-
-    Raises:
-        UsageError: this is not an identifier, or the cache does not contain the model.
-        UnsafeError: the cache names a folder outside itself.
-    """
+    """Return the folder of a model in the local Hugging Face cache, or raise UsageError. Nothing is downloaded."""
     # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
         raise UsageError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Literal, cast
 from weakref import WeakValueDictionary
 
@@ -31,7 +30,7 @@ from xrank.engine.casts import (
     cut_tiles,
     read_factors,
 )
-from xrank.engine.faults import difference_error, overflow_error, raise_mismatch
+from xrank.engine.faults import difference_error, make_checksums, overflow_error
 from xrank.engine.planner import Plan, TensorPlan, UpdatePlan
 from xrank.engine.sources import ROOM_NBYTES, ObjectSource
 from xrank.engine.windows import (
@@ -75,10 +74,7 @@ class Budget(Struct, frozen=True):
 
     @classmethod
     def from_memory(cls, max_memory_nbytes: int, workers: int, *, window_nbytes: int = WINDOW_NBYTES) -> Budget:
-        """Return the largest budget whose buffers fit that many bytes, with that many for each worker's window.
-
-        UsageError if not even one worker with the smallest buffers fits.
-        """
+        """Return the largest budget whose buffers fit that many bytes; UsageError if not even one worker fits."""
         smallest = window_nbytes + 2 * _SMALLEST_STAGING_NBYTES
         if workers < 1 or max_memory_nbytes < smallest:
             raise UsageError(
@@ -98,13 +94,8 @@ class Budget(Struct, frozen=True):
         """Return the budget of a gather from stores: memory for runs of windows, blocks, and staging buffers.
 
         Blocks take half of what the windows leave, staging buffers a quarter; answers on their way and what the
-        allocator keeps take the rest.
-
-        Args:
-            objects: reads the blocks.
-            parts: bytes and number of the target's parts, in which windows are made.
-            in_memory: whether windows are made in memory that the caller gives, as far as it can.
-            is_straight: see `is_mostly_straight`.
+        allocator keeps take the rest. `parts` has bytes and number of the target's own parts, if it has some;
+        `in_memory`: windows are made in memory that the caller gives, as far as it can.
         """
         allowed = max(self.allowed_nbytes, self.nbytes)
         nbytes, num_windows, window_nbytes = 0, 1, 0
@@ -291,10 +282,9 @@ class Worker:
     def _fill(
         self, tensor: PreparedTensor, low: int, high: int, part: memoryview, there: Container[int] = ()
     ) -> list[SharedRun]:
-        """Copy elements [low, high) of a tensor to `part`, and compare them with every replica of them.
+        """Copy elements [low, high) of a tensor to `part`, and compare all replicas; return unchanged runs of bytes.
 
-        Pieces whose first byte in `part` is in `there` are read already. Return the runs of bytes that were read
-        unchanged.
+        Pieces whose first byte in `part` is in `there` are read already.
         """
         runs = []
         plan = tensor.plan
@@ -403,19 +393,17 @@ def execute(
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
             records are checked as far as they are read here; the caller joins the reads of other executions.
         checksums: state of the records that other executions have read; None: they have read none.
-        file_hashes: gets each window of the files, which must be whole; None: they are not hashed.
+        file_hashes: gets each window of the files, which must be whole.
         replicas: "verify" raises if pieces that must be equal differ, "pick" counts the differences.
-        begin: called once for each file before its first byte is written, by one thread at a time.
-        finish: called for each file after its last byte was written and its sources were checked, by any thread.
-        finish_share: called for each share after its last byte was written, by any thread.
-        cancelled: called before each window, by one thread at a time; it may also raise.
+        begin: called before a file's first byte is written, by one thread at a time.
+        finish: called after a file's last byte was written and its sources were checked, by any thread.
+        finish_share: called after a share's last byte was written, by any thread.
+        cancelled: called before each window, by one thread at a time; True ends the call by CancelledError.
         progress: called with the bytes of each finished window, by one thread at a time.
 
     Raises:
-        CorruptError: bytes differ from their recorded checksum.
-        ContradictionError: replicas differ.
+        CorruptError, ContradictionError: bytes differ from their recorded checksum; replicas differ.
         UsageError: a cast would turn a finite value into an infinite one.
-        CancelledError: `cancelled` returned True.
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
     share_memory: Callable[[int, int], tuple[int, int]] | None = getattr(target, "share_memory", None)
@@ -430,7 +418,7 @@ def execute(
     if objects is not None:
         in_memory = hasattr(target, "place")
         budget = budget.share_with(objects, parts, in_memory=in_memory, is_straight=is_straight)
-    checksums = checksums or RecordChecksums(plan.source.records, partial(raise_mismatch, plan))
+    checksums = checksums or make_checksums(plan)
     state = _Execution(
         plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows, checksums
     )
@@ -466,10 +454,7 @@ def _wait(threads: Sequence[threading.Thread], workers: Sequence[Worker]) -> Non
 
 
 class _Execution:
-    """State that all workers share; any thread may call its methods.
-
-    Nothing refers back to it, so that the target's memory is free as soon as the call is over.
-    """
+    """State that all workers share. Nothing refers back to it: the target's memory is free when the call is over."""
 
     def __init__(
         self,

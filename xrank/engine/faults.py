@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from xrank import dtypes
 from xrank.engine.buffers import Source
 from xrank.engine.casts import copy_same, cut_tiles
 from xrank.engine.planner import Copies, Plan, TensorPlan
+from xrank.engine.windows import BoolArray, RecordChecksums, read_rest
 from xrank.errors import AGAIN, ContradictionError, CorruptError, UsageError, XrankError, either, needs, option
 from xrank.layout.coverage import range_text
 from xrank.layout.nests import restrict, span, swap
@@ -69,9 +70,13 @@ def _file_of(plan: Plan, record: int) -> str:
     return plan.source.files[int(plan.source.records.file[record])].path
 
 
-def raise_mismatch(plan: Plan, record: int, crc: int) -> NoReturn:
-    """Raise `checksum_error`."""
-    raise checksum_error(plan, record, crc)
+def make_checksums(plan: Plan, *, left_open: BoolArray | None = None) -> RecordChecksums:
+    """Return the state of a plan's records, none of which is read; see `RecordChecksums`."""
+
+    def refuse(record: int, crc: int) -> NoReturn:
+        raise checksum_error(plan, record, crc)
+
+    return RecordChecksums(plan.source.records, refuse, left_open=left_open)
 
 
 def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
@@ -80,43 +85,27 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
     want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
     used = any((c.record == record).any() for tensor in plan.tensors for c in tensor.read)
-    owner = find_owner(plan.source, record) if used else None
-    what, next_step, facts = f"checksum of {path} at byte {offset:,} is wrong", COPY, {}
-    if owner is not None:
-        what = f"{owner.subject}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong"
-        next_step = f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}"
-        facts = owner.facts
-    return CorruptError(what, file=path, got=got, want=want, next_step=next_step, **facts)
+    owner = find_owner(plan.source, record) if used else {}
+    what, next_step = f"checksum of {path} at byte {offset:,} is wrong", COPY
+    if owner:
+        name, rank, where = owner["tensor"], owner["rank"], owner["index_range"]
+        what = f"{name}, {where}: checksum of rank {rank}'s {path} at byte {offset:,} is wrong"
+        next_step = f"let rank {rank} write again, or copy the file again, then {AGAIN}"
+    return CorruptError(what, file=path, got=got, want=want, next_step=next_step, **owner)
 
 
-class RecordOwner(NamedTuple):
-    """The tensor with a piece in a record, for errors."""
+def find_owner(model: StoredModel, record: int) -> dict[str, Any]:
+    """Return the parts of an error about the first tensor with a piece in a record: its name, range and rank.
 
-    name: str
-    where: str
-    """Elements of the piece, in words."""
-    rank: int
-
-    @property
-    def subject(self) -> str:
-        """The piece, at the beginning of a message."""
-        return f"{self.name}, {self.where}"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The parts of an error about the piece."""
-        return {"tensor": self.name, "rank": self.rank, "index_range": self.where}
-
-
-def find_owner(model: StoredModel, record: int) -> RecordOwner | None:
-    """Return the first tensor with a piece in a record; None if none has one."""
+    Empty if no tensor has one.
+    """
     for shard in model.shards:
         rows = np.flatnonzero(shard.record == record)
         if len(rows):
             nest = swap(shard.nests[int(rows[0])])
             where = range_text(shard.shape, nest.x, nest.x + span(nest.loops) - 1)
-            return RecordOwner(shard.name, where, int(shard.rank[rows[0]]))
-    return None
+            return {"tensor": shard.name, "rank": int(shard.rank[rows[0]]), "index_range": where}
+    return {}
 
 
 def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
@@ -142,9 +131,12 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
     low, high = nest.x, nest.x + span(nest.loops)
     rank = int(tensor.replicas.rank[row])
     # Corrupt bytes first: they explain the difference, and "make the ranks equal" would be the wrong advice.
-    for copies, only in ((tensor.replicas, row), (tensor.copies, None)):
-        corrupt = _check_records(plan, copies, only, low, high, source)
-        if corrupt is not None:
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+    for copies, rows in ((tensor.replicas, [row]), (tensor.copies, range(len(tensor.copies)))):
+        read = [int(copies.record[i]) for i in rows if restrict(swap(copies.nests[i]), low, high)]
+        try:
+            read_rest(make_checksums(plan), source, read, staging)
+        except CorruptError as corrupt:
             return corrupt
     width = dtypes.dtype(tensor.source_dtype).nbytes
     step = _CHUNK_NBYTES // width
@@ -188,29 +180,6 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
         next_step = f"if they are two tensors, correct tie_word_embeddings in config.json, or {alias}"
     facts: dict[str, Any] = {"tensor": name, "rank": rank, "file": path, "index_range": where}
     return ContradictionError(message, got=found.describe(total, where), want=want, next_step=next_step, **facts)
-
-
-def _check_records(
-    plan: Plan, copies: Copies, only: int | None, low: int, high: int, source: Source
-) -> XrankError | None:
-    """Return a checksum error if a record of these pieces, in that range of the tensor, is corrupt."""
-    from isal import isal_zlib
-
-    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
-    rows = [only] if only is not None else range(len(copies))
-    for row in rows:
-        if not restrict(swap(copies.nests[row]), low, high):
-            continue
-        record = int(copies.record[row])
-        expected, nbytes = int(plan.source.records.crc32[record]), int(plan.source.records.nbytes[record])
-        if expected < 0:
-            continue
-        crc = 0
-        for position in range(0, nbytes, _CHUNK_NBYTES):
-            crc = isal_zlib.crc32(source.fetch(record, position, min(_CHUNK_NBYTES, nbytes - position), staging), crc)
-        if crc != expected:
-            return checksum_error(plan, record, crc)
-    return None
 
 
 def _gather(

@@ -1,8 +1,7 @@
 """Write a plan's files into a stage, alone or with a team, and read files again for their digests.
 
 Files that an interrupted run finished are kept if they read back as recorded. A whole output of the same command, which
-a signal or a failing disk left after its rename, is found by the plan's digest in its manifest. `xrank verify` shares
-the reading.
+a signal or a failing disk left after its rename, is found by the plan's digest in its manifest.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from time import monotonic
 
 import xxhash
 from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.buffers import FileTarget, NullTarget
 from xrank.engine.companions import CompanionFile
@@ -27,11 +27,11 @@ from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import FileFacts
 from xrank.engine.rounds import Outputs, Work
 from xrank.engine.sources import open_source
-from xrank.engine.windows import FinishedFile, JoinedFile, digest_text, make_finished_file
+from xrank.engine.windows import FinishedFile, digest_text, make_finished_file
 from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
-from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.layout.output_files import OutputFile, OutputTensor, PlacedBytes
 from xrank.layout.stored_model import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.team import Team
 from xrank.storage.commit import Stage
@@ -61,10 +61,7 @@ class FileDigests(Struct, frozen=True):
 
 
 def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
-    """Execute a plan and discard its bytes: for their digests, checksums and comparisons alone.
-
-    `progress` is called with (bytes assembled so far, bytes in all). Errors as `execute`; or a file changed meanwhile.
-    """
+    """Execute a plan and discard its bytes; `progress` is called with (bytes assembled so far, bytes in all)."""
     done = 0
 
     def count(nbytes: int) -> None:
@@ -123,42 +120,37 @@ def digests_of(output: OutputFile, done: FinishedFile) -> FileDigests:
 
 
 @contextmanager
-def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callable[[], None]]:
+def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callable[..., None]]:
     """Compare files with the hashes that their source records, shared by a team, while the caller reads its tensors.
 
-    Yields:
-        A function that all ranks call; it waits until all files are compared, and raises CorruptError for the first
-        that differs.
+    Yields a function that all ranks call: it waits for all files, and raises CorruptError for the first that differs.
+    A stage that it gets then loses its files: no later run may keep what was made of wrong bytes.
     """
     stop = threading.Event()
     # Half of the cores: the others copy meanwhile.
     with ThreadPoolExecutor(max(1, count_cores() // 2), "xrank-hash") as pool:
         started = [pool.submit(_compare, one, stop) for one in recorded[team.position :: team.size]]
 
-        def finish() -> None:
-            for one in started:
-                while not one.done():
-                    wait([one], _LOOK_SECONDS)
-                    team.check_failures()
-                one.result()
-            if recorded:
-                team.meet("the hashes of the source's files")
+        def finish(stage: Stage | None = None) -> None:
+            try:
+                for one in started:
+                    while not one.done():
+                        wait([one], _LOOK_SECONDS)
+                        team.check_failures()
+                    one.result()
+                if recorded:
+                    team.meet("the hashes of the source's files")
+            except XrankError:
+                if stage is not None:
+                    for name in list(stage.finished):
+                        stage.discard(name)
+                raise
 
         try:
             yield finish
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def keep_if_hashed(stage: Stage, finish_hashes: Callable[[], None]) -> None:
-    """Wait for the hashes of the source's files; if one differs, no later run may keep a file that was made of them."""
-    try:
-        finish_hashes()
-    except XrankError:
-        for name in list(stage.finished):
-            stage.discard(name)
-        raise
 
 
 def _compare(one: RecordedHash, stop: threading.Event) -> None:
@@ -180,10 +172,7 @@ def hash_stretch(
 ) -> bytes:
     """Return the hash of bytes [start, end) of a regular file or an object in a store; None: up to its end.
 
-    Raises:
-        CancelledError: `stop` was set.
-        CorruptError: it is not a regular file, or too short.
-        XrankError: the bytes cannot be read.
+    Raises CancelledError if `stop` is set meanwhile, XrankError if the bytes cannot be read.
     """
     state, step = hashlib.new(hash_name, usedforsecurity=False), _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
     with open_regular(path, follow_links=follow_links) as file:
@@ -278,7 +267,13 @@ def write_files(
         progress(resumed_nbytes + nbytes, total_nbytes)
 
     if team.size == 1:
-        outcome = _write_alone(team, work, stage, unfinished, count)
+        writing = _Writing(plan, stage)
+        try:
+            outcome = _make_alone(team, work, unfinished, writing, what="the files", progress=count)
+            # After the last read: a source that changed in between has given old bytes and new ones.
+            work.source.check_unchanged()
+        finally:
+            writing.close()
     else:
         from xrank.engine.shared_writing import write_together  # one process does not need this module
 
@@ -297,43 +292,50 @@ def write_files(
     return WrittenFiles(digests, resumed_nbytes, outcome, len(compared))
 
 
-def _write_alone(
-    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+def _make_alone(
+    team: Team,
+    work: Work,
+    files: Sequence[int],
+    outputs: Outputs,
+    *,
+    what: str,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
-    writing = _Writing(work.plan, stage, progress)
-    copied, last = work.split_files(unfinished)
-    try:
-        outcome = execute(
-            work.plan,
-            work.source,
-            writing.target,
-            budget=work.budget,
-            files=copied,
-            file_hashes=work.file_hashes,
-            replicas=work.replicas,
-            begin=writing.begin,
-            finish=writing.finish,
-            progress=writing.count,
-        )
-        if last:
-            from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
+    """Make files of a plan in this process alone, as `xrank.engine.shared_writing.make_together` does with others."""
+    copied, last = work.split_files(files)
+    done = 0
 
-            made = make_transformed(team, work, last, writing, what="the files", finish=writing.finish_joined)
-            outcome.files |= made.files
-        # After the last read: a source that changed in between has given old bytes and new ones.
-        work.source.check_unchanged()
-    finally:
-        writing.close()
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done)
+
+    outcome = execute(
+        work.plan,
+        work.source,
+        outputs.target,
+        budget=work.budget,
+        files=copied,
+        file_hashes=work.file_hashes,
+        replicas=work.replicas,
+        begin=outputs.begin,
+        finish=outputs.finish,
+        progress=count,
+    )
+    if last:
+        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
+
+        outcome.files |= make_transformed(team, work, last, outputs, what=what).files
     return outcome
 
 
 class _Writing(Outputs):
-    """Opens, counts and finishes the stage's files as the executor asks."""
+    """The files of a stage that one process writes."""
 
-    def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
+    def __init__(self, plan: Plan, stage: Stage) -> None:
         self._files = stage.open_files(FileTarget({}))
         self.target = self._files.target
-        self._plan, self._stage, self._progress, self._done = plan, stage, progress, 0
+        self._plan, self._stage = plan, stage
         self._begun: dict[int, float] = {}
 
     def begin(self, index: int) -> None:
@@ -341,7 +343,7 @@ class _Writing(Outputs):
         self._begun[index] = monotonic()
         self._files.begin(index, output.name, output.nbytes, output.late_places)
 
-    def finish(self, finished: FinishedFile) -> None:
+    def finish(self, finished: FinishedFile, ending: Sequence[PlacedBytes] = ()) -> None:
         output, index = self._plan.files[finished.index].output, finished.index
         self._files.finish(index, output.name, output.nbytes, digest_text(finished.digest), finished.tensor_digests)
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
@@ -352,26 +354,13 @@ class _Writing(Outputs):
         """Explain the file system's errors in the body."""
         return explain_errors(self._stage.path)
 
-    def finish_joined(self, file: JoinedFile, index: int) -> FinishedFile:
-        """Finish a file after its only part is joined."""
-        finished, _ = file.finish()
-        self.finish(finished)
-        return finished
-
-    def count(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(self._done)
-
     def close(self) -> None:
         """Leave the files that a failure left open."""
         self._files.close()
 
 
 def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget, *, signs: bool) -> dict[int, FileDigests]:
-    """Return the files that an interrupted run finished and that did not change since; discard the others.
-
-    In a store, files that are to be signed are made again, and their parts not sent again.
-    """
+    """Return the files that an interrupted run finished and that did not change since; discard the others."""
     resumed = {}
     for index, file in enumerate(plan.files):
         output = file.output
@@ -406,12 +395,8 @@ def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], t
 
         now = read_together(team, work, sorted(resumed))
     else:
-        copied, last = work.split_files(sorted(resumed))
-        now = execute(work.plan, work.source, NullTarget(), budget=work.budget, files=copied).files
-        if last:
-            from xrank.engine.transformed_files import make_transformed
-
-            now |= make_transformed(team, work, last, Outputs(), what="what was kept").files
+        # Not hashed: `write_files` may make them again.
+        now = _make_alone(team, replace(work, file_hashes=None), sorted(resumed), Outputs(), what="what was kept").files
     for index, kept in list(resumed.items()):
         if digests_of(work.plan.files[index].output, now[index]) != kept:
             stage.discard(kept.name)

@@ -50,14 +50,8 @@ def lay_out(
     Inside a file, tensors of whole 4,096-byte blocks come first: safetensors allows no gaps, so all of them start at a
     block. The others follow, widest element first, which keeps each at a multiple of its element's width.
 
-    Args:
-        tensors: with names and global shapes; their offsets do not matter.
-        max_shard_nbytes: most bytes of tensor data in a file; a larger tensor gets a file of its own.
-        apart: groups of further tensors, which come last and in files of their own; a group is in one file.
-        stem: how the names of the files begin.
-
-    Raises:
-        UsageError: there is no tensor, two have one name, or the limit is below 1.
+    A tensor of more than `max_shard_nbytes` gets a file of its own. Each group of `apart` is in one file; they come
+    last. UsageError if there is no tensor, two have one name, or the limit is below 1.
     """
     everything = [*tensors, *chain.from_iterable(apart)]
     if not everything:
@@ -144,11 +138,7 @@ def lay_out_state(
 ) -> OutputFile:
     """Return one rank's state as a file to be written: ``rank_<r>_state.pth``, as `NFSWorkspace` writes it.
 
-    Args:
-        record: rank, world size and run of the state.
-        config: plain values.
-        tensors: the rank's parts, with their local shapes; their offsets do not matter.
-        names: name in the state -> tensor; tied names have the same tensor.
+    `tensors` are the rank's parts, with local shapes; `names` has name in the state -> tensor, equal for tied names.
     """
     keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
     views = {

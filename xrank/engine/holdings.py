@@ -263,10 +263,7 @@ def find_problem(one: Holdings) -> LayoutError | None:
 def survey(
     layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, dtypes: Mapping[str, str] | None = None
 ) -> Survey:
-    """Return the holdings of the tensors with these global shapes; errors are recorded in them, not raised.
-
-    The layouts have a mesh. A flat buffer's members are tensors like others.
-    """
+    """Return the holdings of the tensors with these global shapes; errors are recorded in them, not raised."""
     compiler = _Compiler(layouts, {name: check_shape(shape) for name, shape in shapes.items()})
     found = []
     for name, shape in compiler.shapes.items():
@@ -415,9 +412,7 @@ def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict
 
     A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
 
-    Raises:
-        LayoutError: a layout whose sizes are known fits no shape, such as 80 layers that a mesh axis of 7 ranks cannot
-            cut; unless `is_strict`, that is a reason.
+    If `is_strict`, a layout that fits no shape, such as 80 layers over 7 ranks, is a LayoutError and not a reason.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     unknown: dict[str, str] = {}

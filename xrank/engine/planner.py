@@ -43,10 +43,8 @@ class Pieces:
 def compose(pieces: Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
     """Return the pieces of a part, sorted by y: for each its row in `pieces`, and the nest from its record to the part.
 
-    The part is canonical; its x is an address in the part, its y in the tensor, as that of the pieces.
-
-    Raises:
-        LayoutError: two cuts have strides that do not divide each other, and would make too many pieces.
+    The part is canonical; its x is an address in the part, its y in the tensor, as that of the pieces. LayoutError if
+    two cuts have strides that do not divide each other, and would make too many pieces.
     """
     starts, ends = pieces.nests.y, pieces.nests.y_ends
     found: list[tuple[int, Nest]] = []
@@ -224,10 +222,7 @@ def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None
 def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
     """Return the pieces that make a tensor, proven to cover it exactly once, and the pieces that repeat them.
 
-    Pieces with the same destination are replicas; the lowest rank's piece is copied.
-
-    Raises:
-        IncompleteError, ContradictionError: as `make_plan`.
+    Of pieces with the same destination the lowest rank's is copied. Errors as `make_plan`.
     """
     num_elements = math.prod(shard.shape)
     first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), num_elements)

@@ -29,10 +29,7 @@ DIGEST_STAGING_NBYTES = _CHUNK_NBYTES = 1 << 20
 
 
 def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
-    """Return the plan for one rank of a source with equal twins: the rank reads its own twin of a piece if it has one.
-
-    `holder` has by record the rank that holds it.
-    """
+    """Return a plan of equal twins for one rank, which reads its own; `holder` has by record the rank that holds it."""
 
     def choose(number: int, tensor: TensorPlan, twin: IntArray) -> dict[int, int]:
         own = np.flatnonzero((twin >= 0) & (holder[tensor.replicas.record] == rank))
@@ -44,11 +41,7 @@ def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
 
 
 def spread_copies(plan: Plan, number: int) -> Plan:
-    """Return the plan for one reader of several: readers of neighbouring numbers read different twins of a piece.
-
-    The pieces of one reader are spread, too, so that ranks which hold the same serve equal shares. The result has no
-    replicas.
-    """
+    """Return a plan without replicas for one reader of several: the ranks that hold the same serve equal shares."""
 
     def choose(tensor_number: int, tensor: TensorPlan, twin: IntArray) -> dict[int, int]:
         rows_of: dict[int, list[int]] = {}
@@ -122,26 +115,30 @@ def list_digested(plan: Plan) -> Iterator[tuple[TensorPlan, Copies, int]]:
 def digest_twins(
     plan: Plan, holder: IntArray, rank: int, source: Source, cancelled: Callable[[], bool] = lambda: False
 ) -> bytes:
-    """Return the concatenated digests of all pieces with twins that a rank holds; `cancelled` may raise.
-
-    A digest covers the elements in the order of the tensor's addresses, whatever their order in memory.
-    """
+    """Return the concatenated digests of all pieces with twins that a rank holds, each by rising destination."""
     staging = memoryview(mmap.mmap(-1, DIGEST_STAGING_NBYTES))
     window = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     found = bytearray()
     for tensor, copies, row in list_digested(plan):
-        record = int(copies.record[row])
-        if holder[record] == rank:
-            width = dtypes.dtype(tensor.source_dtype).nbytes
-            found += _digest(copies.nests[row], record, width, source, staging, window, cancelled)
+        record, width = int(copies.record[row]), dtypes.dtype(tensor.source_dtype).nbytes
+        if holder[record] != rank:
+            continue
+        state = xxhash.xxh3_128()
+        for length, chunk in cut_digest_tiles(copies.nests[row], width, len(staging)):
+            cancelled()
+            if len(chunk) == 1 and chunk[0].loops == ((length, 1, 1),):  # contiguous and in order: no copy is needed
+                state.update(source.fetch(record, chunk[0].start * width, length * width, staging))
+                continue
+            for tile in chunk:
+                data = source.fetch(record, tile.start * width, tile.length * width, staging)
+                copy_same(data, window, tile.target, tile.loops, width)
+            state.update(window[: length * width])
+        found += state.digest()
     return bytes(found)
 
 
 def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) -> tuple[TensorPlan, int] | None:
-    """Return the first tensor with twins that differ, and the row of its replicas; None if all are equal.
-
-    `digests` has by rank the bytes that `digest_twins` returned there.
-    """
+    """Return the first tensor with twins that differ by the digests of all ranks, and the row of its replicas."""
     position = [0] * len(digests)
     known: dict[tuple[int, bool, int], bytes] = {}
     for tensor, copies, row in list_digested(plan):
@@ -157,10 +154,7 @@ def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) 
 
 
 def cut_digest_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tuple[int, Sequence[Tile]]]:
-    """Yield (number of elements, their reads) for each chunk of a piece, by rising destination.
-
-    An element has `width` bytes, and a read at most `staging_nbytes`.
-    """
+    """Yield (number of elements, their reads) for each chunk of a piece, by rising destination."""
     turned = swap(nest)
     counts = [n for n, _, _ in turned.loops]
     strides = [int(np.prod(counts[k + 1 :], dtype=np.int64)) for k in range(len(counts))]
@@ -176,29 +170,6 @@ def cut_digest_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tu
         parts = restrict(packed, low, high)
         back = (Nest(one.y, one.x - low, tuple((n, ys, xs) for n, xs, ys in one.loops)) for one in parts)
         yield high - low, [tile for one in back for tile in cut_tiles(one, staging_nbytes // width)]
-
-
-def _digest(
-    nest: Nest,
-    record: int,
-    width: int,
-    source: Source,
-    staging: memoryview,
-    window: memoryview,
-    cancelled: Callable[[], bool],
-) -> bytes:
-    """Return the digest of a piece's elements by rising destination."""
-    state = xxhash.xxh3_128()
-    for length, chunk in cut_digest_tiles(nest, width, len(staging)):
-        cancelled()
-        if len(chunk) == 1 and chunk[0].loops == ((length, 1, 1),):  # contiguous and in order: no copy is needed
-            state.update(source.fetch(record, chunk[0].start * width, length * width, staging))
-            continue
-        for tile in chunk:
-            data = source.fetch(record, tile.start * width, tile.length * width, staging)
-            copy_same(data, window, tile.target, tile.loops, width)
-        state.update(window[: length * width])
-    return state.digest()
 
 
 ReplicaChoice: TypeAlias = Literal["verify", "pick"]

@@ -15,10 +15,9 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
@@ -29,11 +28,12 @@ from xrank import dtypes
 from xrank.engine import windows
 from xrank.engine.buffers import NullTarget, OpenSource, Target
 from xrank.engine.executor import Budget, Outcome, execute
-from xrank.engine.faults import raise_mismatch
+from xrank.engine.faults import make_checksums
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.engine.replicas import ReplicaChoice, prefer_own_copies
-from xrank.engine.windows import BoolArray, FileHashes, FilePart, FinishedFile, JoinedFile, RecordChecksums, read_rest
+from xrank.engine.windows import BoolArray, FileHashes, FilePart, FinishedFile, JoinedFile, read_rest
 from xrank.layout.nest_table import IntArray
+from xrank.layout.output_files import PlacedBytes
 from xrank.ranks.team import Team
 from xrank.storage import client
 
@@ -189,13 +189,8 @@ def divide(
 ) -> Division:
     """Divide a plan's files, by index and in order, among ranks.
 
-    Args:
-        plan: the whole plan.
-        files: the files.
-        num_ranks: number of ranks.
-        holder: by record, the rank that holds it; None if the source is files, which all ranks read equally well.
-        round_nbytes: bytes of a round for each rank; `ROUND_NBYTES` if None.
-        units: by file, bytes of which a multiple begins every rank's stretch; a window for files not among them.
+    `holder` has by record the rank that holds it, `units` by file the bytes of which a multiple begins every rank's
+    stretch: those of a window for other files.
     """
     num_records = len(plan.source.records)
     first, last, last_round = (np.full(num_records, value, np.int64) for value in (num_ranks, -1, -1))
@@ -253,10 +248,8 @@ def group_files(plan: Plan, files: Sequence[int], least_nbytes: int) -> Iterator
 def _readers(
     tensor: TensorPlan, copies: Copies, start: int, makers: IntArray, *, is_rising: bool
 ) -> tuple[IntArray, IntArray]:
-    """Return, for each piece, the lowest and the highest rank that may read it; `start` is its file's first window.
-
-    A piece with holes is taken for one without: a rank too many costs a message, one too few breaks the proof.
-    """
+    """Return, for each piece, the lowest and the highest rank that may read it; `start` is its file's first window."""
+    # A piece with holes is taken for one without: a rank too many costs a message, one too few breaks the proof.
     output = tensor.output
     width = dtypes.dtype(output.dtype).nbytes
     lows, ends = copies.nests.y * width, copies.nests.y_ends * width
@@ -315,28 +308,15 @@ class PartialResults(Struct, frozen=True):
     odd: Sequence[tuple[int, int, bytes]] = ()
     """(File, offset, bytes) of pages that the first rank writes."""
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the findings as a message for a gather: a tensor of their bytes."""
-        import torch  # ranks that meet have imported it already: they met through its store
-
-        return {"findings": torch.frombuffer(bytearray(msgspec.msgpack.encode(self)), dtype=torch.uint8)}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> PartialResults:
-        """Return the findings from a message of `to_message`."""
-        return msgspec.msgpack.decode(message["findings"].numpy().tobytes(), type=cls)
-
 
 _logger = logging.getLogger(__name__)
-
-Finish = Callable[[JoinedFile, int], FinishedFile]
-"""Finishes a file after all its parts are joined, on the first rank: (the file, its index) -> the finished file."""
 
 
 class Outputs:
     """The files of a rank's shares. Each round calls `begin`, `target.write`, `finish_share`, then `close`.
 
-    The base class discards every byte: for digests alone.
+    The first rank then calls `finish` for each file that is complete. The base class discards every byte: for digests
+    alone.
     """
 
     target: Target = NullTarget()
@@ -368,10 +348,8 @@ class Outputs:
     def close(self) -> None:
         """Release the files that a failure left open."""
 
-
-def finish_nothing(file: JoinedFile, index: int) -> FinishedFile:
-    """Return the finished state of a file that is not written."""
-    return file.finish()[0]
+    def finish(self, finished: FinishedFile, ending: Sequence[PlacedBytes] = ()) -> None:
+        """Finish a file, all parts of which are made, and write this ending."""
 
 
 def make_in_rounds(
@@ -381,43 +359,67 @@ def make_in_rounds(
     outputs: Outputs,
     *,
     what: str,
-    finish: Finish = finish_nothing,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
     """Make files of a plan together with all other ranks, which make the same call; return the findings of all.
 
-    `what` names the files in errors, `finish` finishes a file on the first rank, and `progress` is called there with an
-    estimate of the bytes that all ranks have made so far. Transformed files are not among the files.
+    `what` names the files in errors, and `progress` is called on the first rank with an estimate of the bytes that all
+    ranks have made so far. Transformed files are not among the files.
 
     Returns:
         On the first rank, the same outcome as from one process; an empty outcome elsewhere.
 
     Raises:
         CorruptError, ContradictionError: the source does not match its metadata.
-        XrankError: from `outputs` or `finish`.
+        XrankError: from `outputs`.
         RankFailedError: a rank failed; finished files are kept.
     """
-    plan = work.plan
+    plan, rank = work.plan, team.position
     units = {index: outputs.unit_nbytes(index) for index in files}
     division = divide(plan, files, team.size, holder=work.holder, units=units)
-    share = _Share(team, work, division, outputs)
-    joining = _Joining(work, division, finish)
+    own = plan if work.holder is None else prefer_own_copies(plan, work.holder, rank)
+    checksums = make_checksums(plan, left_open=division.left_open)
+    joining = _Joining(work, division, outputs)
     sizes = {index: plan.files[index].output.nbytes for index in files}
     done, total = 0, sum(sizes.values())
 
     def count(nbytes: int) -> None:
         # Rank 0 assumes that the others are equally far: they report only at the end of a round.
         nonlocal done
-        done = min(done + nbytes * team.size, total)
-        progress(done)
+        if team.is_first:
+            done = min(done + nbytes * team.size, total)
+            progress(done)
 
     for number, round_ in enumerate(division.rounds):
-        results = share.make(number, count if team.is_first else lambda nbytes: None)
-        message = {**results.to_message(), **describe_share(outputs)}
-        with team.collect(f"{what}, round {number + 1}", message) as messages:
+        try:
+            with outputs.explain_errors():
+                outcome = execute(
+                    own,
+                    work.source,
+                    outputs.target,
+                    budget=work.budget,
+                    shares=round_.shares[rank],
+                    checksums=checksums,
+                    replicas=work.replicas,
+                    begin=outputs.begin,
+                    finish_share=outputs.finish_share,
+                    cancelled=team.make_failure_check(),
+                    progress=count,
+                )
+        finally:
+            outputs.close()
+        # Only of records that no other rank reads: of the others the first rank joins the parts, and reads the rest.
+        read_rest(checksums, work.source, division.find_records(number, rank), _staging(work.budget))
+        results = PartialResults(
+            tuple(outcome.parts.values()),
+            checksums.take_parts(division.find_records(number)),
+            checksums.num_checked,
+            outcome.differences,
+            outcome.shared_nbytes,
+        )
+        with exchange(team, f"{what}, round {number + 1}", outputs, results) as found:
             if team.is_first:
-                accept_shares(outputs, messages)
-                joining.join(number, [PartialResults.from_message(message) for message in messages])
+                joining.join(number, found)
         if team.is_first:
             done = sum(sizes[index] for r in division.rounds[: number + 1] for index in r.files)
             progress(done)
@@ -428,62 +430,30 @@ def make_in_rounds(
     return joining.outcome() if team.is_first else Outcome()
 
 
-def describe_share(outputs: Outputs) -> dict[str, Any]:
-    """Return the parts of a rank's message about its shares of a round."""
-    return {"receipt": outputs.take_receipt(), "traffic": [*astuple(client.take_traffic())]}
+@contextmanager
+def exchange(team: Team, what: str, outputs: Outputs, results: PartialResults) -> Iterator[list[PartialResults]]:
+    """Send this rank's findings of a round to the first, and yield there those of all ranks, elsewhere none."""
+    import torch  # ranks that meet have imported it already: they met through its store
 
-
-def accept_shares(outputs: Outputs, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Take, on the first rank, these parts of the messages of all ranks, its own first."""
-    for position, message in enumerate(messages):
-        outputs.accept(message["receipt"])
-        if position:
-            client.add_traffic(client.StoreTraffic(*message["traffic"]))
-
-
-class _Share:
-    """One rank's share of all rounds."""
-
-    def __init__(self, team: Team, work: Work, division: Division, outputs: Outputs) -> None:
-        self._team, self._work, self._division, self._outputs = team, work, division, outputs
-        plan, holder = work.plan, work.holder
-        self._plan = plan if holder is None else prefer_own_copies(plan, holder, team.position)
-        mismatch = partial(raise_mismatch, plan)
-        self._checksums = RecordChecksums(plan.source.records, mismatch, left_open=division.left_open)
-
-    def make(self, number: int, count: Callable[[int], None]) -> PartialResults:
-        """Make this rank's windows of a round, and flush them; call `count` with the bytes of each."""
-        work, division, rank = self._work, self._division, self._team.position
-        try:
-            with self._outputs.explain_errors():
-                outcome = execute(
-                    self._plan,
-                    work.source,
-                    self._outputs.target,
-                    budget=work.budget,
-                    shares=division.rounds[number].shares[rank],
-                    checksums=self._checksums,
-                    replicas=work.replicas,
-                    begin=self._outputs.begin,
-                    finish_share=self._outputs.finish_share,
-                    cancelled=self._team.make_failure_check(),
-                    progress=count,
-                )
-        finally:
-            self._outputs.close()
-        # Only of records that no other rank reads: of the others the first rank joins the parts, and reads the rest.
-        read_rest(self._checksums, work.source, division.find_records(number, rank), _staging(work.budget))
-        parts, shared = tuple(outcome.parts.values()), self._checksums.take_parts(division.find_records(number))
-        checked = self._checksums.num_checked
-        return PartialResults(parts, shared, checked, outcome.differences, outcome.shared_nbytes)
+    message = {
+        "findings": torch.frombuffer(bytearray(msgspec.msgpack.encode(results)), dtype=torch.uint8),
+        "receipt": outputs.take_receipt(),
+        "traffic": [*astuple(client.take_traffic())],
+    }
+    with team.collect(what, message) as messages:
+        for position, one in enumerate(messages):
+            outputs.accept(one["receipt"])
+            if position:  # the first rank has counted its own
+                client.add_traffic(client.StoreTraffic(*one["traffic"]))
+        yield [msgspec.msgpack.decode(one["findings"].numpy().tobytes(), type=PartialResults) for one in messages]
 
 
 class _Joining:
     """Joins the findings of all ranks, on the first rank."""
 
-    def __init__(self, work: Work, division: Division, finish: Finish) -> None:
-        self._work, self._plan, self._division, self._finish = work, work.plan, division, finish
-        self._checksums = RecordChecksums(work.plan.source.records, partial(raise_mismatch, work.plan))
+    def __init__(self, work: Work, division: Division, outputs: Outputs) -> None:
+        self._work, self._plan, self._division, self._outputs = work, work.plan, division, outputs
+        self._checksums = make_checksums(work.plan)
         self._joined: dict[int, JoinedFile] = {}  # files that later rounds continue to read
         self._outcome = Outcome()
         self._num_checked: Sequence[int] = ()
@@ -512,7 +482,9 @@ class _Joining:
         read_rest(self._checksums, self._work.source, self._division.find_records(number), staging)
         # A file with a record that later rounds read waits: its bytes are not proven before the record's checksum is.
         for index in [index for index in self._joined if self._last_round[index] <= number]:
-            self._outcome.files[index] = self._finish(self._joined.pop(index), index)
+            finished, ending = self._joined.pop(index).finish()
+            self._outputs.finish(finished, ending)
+            self._outcome.files[index] = finished
 
     def outcome(self) -> Outcome:
         """Return the same outcome as from one process."""

@@ -22,9 +22,10 @@ from xrank.engine import windows
 from xrank.engine.buffers import FileTarget
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan
-from xrank.engine.rounds import Finish, Outputs, Work, finish_nothing, make_in_rounds
+from xrank.engine.rounds import Outputs, Work, make_in_rounds
 from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text
 from xrank.errors import AGAIN, UsageError, XrankError, option
+from xrank.layout.output_files import PlacedBytes
 from xrank.ranks.directory_messages import STALE_SECONDS
 from xrank.ranks.team import Team
 from xrank.storage.bucket_stage import BucketPlace, BucketStage, Upload
@@ -58,34 +59,23 @@ def write_together(
 
     `progress` is called with the bytes of these files that are written so far. Errors as `write_files`.
     """
-    if not isinstance(stage, FolderStage):
-        return _upload_together(team, work, stage, unfinished, progress)
-    files = work.plan.files
-    # Before the broadcast: the other ranks open these files and never make them.
-    for index in unfinished:
-        output = files[index].output
-        os.close(stage.create_part(output.name, output.nbytes))
-    told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _list_parents(stage.path)}
-    team.broadcast("stage", json.dumps(told))
-
-    def finish(file: JoinedFile, index: int) -> FinishedFile:
-        output = files[index].output
-        path = os.path.join(stage.path, f"{output.name}.part")
-        finished, ending = file.finish()
-        fd = _await_sight(lambda: open_shared_part(path, output.nbytes), lambda: False, path, 0)
-        try:
-            with explain_errors(path):
-                for offset, data in ending:
-                    write_at(fd, data, offset)
-        except BaseException:
-            os.close(fd)
-            raise
-        stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
-        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
-        return finished
-
-    outputs = _Parts(team, work.plan, stage.path)
-    return make_together(team, work, unfinished, outputs, what="the files", finish=finish, progress=progress)
+    files = {index: work.plan.files[index].output for index in unfinished}
+    outputs: Outputs
+    if isinstance(stage, FolderStage):
+        # Before the broadcast: the other ranks open these files and never make them.
+        for output in files.values():
+            os.close(stage.create_part(output.name, output.nbytes))
+        told = {"name": os.path.basename(stage.path), "files": [*files], "above": _list_parents(stage.path)}
+        team.broadcast("stage", json.dumps(told))
+        outputs = _Parts(team, work.plan, stage.path, stage)
+    else:
+        assert isinstance(stage, BucketStage), "a stage is on a disk or in a store"
+        begun = stage.begin_uploads({output.name: output.nbytes for output in files.values()})
+        uploads = {index: begun[output.name] for index, output in files.items()}
+        ids = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
+        team.broadcast("uploads", json.dumps(ids))
+        outputs = _SharedUploads(team, work.plan, BucketPlace.from_url(stage.path), uploads, stage)
+    return make_together(team, work, unfinished, outputs, what="the files", progress=progress)
 
 
 def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
@@ -122,16 +112,15 @@ def make_together(
     outputs: Outputs,
     *,
     what: str,
-    finish: Finish = finish_nothing,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
     """Make files together, as `make_in_rounds`; make the transformed ones last."""
     copied, last = work.split_files(files)
-    outcome = make_in_rounds(team, work, copied, outputs, what=what, finish=finish, progress=progress)
+    outcome = make_in_rounds(team, work, copied, outputs, what=what, progress=progress)
     if last:
         from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
 
-        outcome.files |= make_transformed(team, work, last, outputs, what=what, finish=finish).files
+        outcome.files |= make_transformed(team, work, last, outputs, what=what).files
     return outcome
 
 
@@ -140,18 +129,21 @@ class _Parts(Outputs):
 
     target: FileTarget
 
-    def __init__(self, team: Team, plan: Plan, stage: str) -> None:
+    def __init__(self, team: Team, plan: Plan, path: str, stage: FolderStage | None = None) -> None:
         self.target = FileTarget({})
-        self._plan, self._stage, self._rank = plan, stage, team.rank
+        self._plan, self._path, self._rank, self._stage = plan, path, team.rank, stage
         self._failures = team.make_failure_check()  # also for threads that are not in a gather
 
     def begin(self, index: int) -> None:
         """Open a file, which may become visible here a little after rank 0 created it."""
-        output = self._plan.files[index].output
-        path = os.path.join(self._stage, f"{output.name}.part")
-        fd = _await_sight(lambda: open_shared_part(path, output.nbytes), self._failures, path, self._rank)
+        fd = self._open(index, self._failures)
         self.target.in_memory = is_in_memory(fd)
         self.target.descriptors[index] = fd
+
+    def _open(self, index: int, failures: Callable[[], bool]) -> int:
+        output = self._plan.files[index].output
+        path = os.path.join(self._path, f"{output.name}.part")
+        return _await_sight(lambda: open_shared_part(path, output.nbytes), failures, path, self._rank)
 
     def finish_share(self, part: FilePart) -> None:
         """Flush a file to the disk, and close it."""
@@ -163,13 +155,27 @@ class _Parts(Outputs):
 
     def explain_errors(self) -> AbstractContextManager[None]:
         """Explain the file system's errors in the body."""
-        return explain_errors(self._stage)
+        return explain_errors(self._path)
 
     def close(self) -> None:
         """Close all files."""
         for fd in self.target.descriptors.values():
             os.close(fd)
         self.target.descriptors.clear()
+
+    def finish(self, finished: FinishedFile, ending: Sequence[PlacedBytes] = ()) -> None:
+        """Write the ending of a file, and give it its name."""
+        assert self._stage is not None, "only the first rank finishes files"
+        output, fd = self._plan.files[finished.index].output, self._open(finished.index, lambda: False)
+        try:
+            with explain_errors(self._stage.part_path(output.name)):
+                for offset, data in ending:
+                    write_at(fd, data, offset)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
 
 
 def _list_parents(path: str) -> list[tuple[str, int]]:
@@ -215,44 +221,23 @@ def _await_sight(
     return found
 
 
-def _upload_together(
-    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
-) -> Outcome:
-    """Upload, as rank 0, the unfinished files of a plan with the help of all other ranks."""
-    assert isinstance(stage, BucketStage), "a stage is on a disk or in a store"
-    files = work.plan.files
-    outputs = [files[index].output for index in unfinished]
-    begun = stage.begin_uploads({output.name: output.nbytes for output in outputs})
-    uploads = {index: begun[output.name] for index, output in zip(unfinished, outputs, strict=True)}
-    told = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
-    team.broadcast("uploads", json.dumps(told))
-    shares = _SharedUploads(team, work.plan, BucketPlace.from_url(stage.path), uploads)
-
-    def finish(file: JoinedFile, index: int) -> FinishedFile:
-        finished, _ = file.finish()
-        name, nbytes = files[index].output.name, files[index].output.nbytes
-        digest, parts = digest_text(finished.digest), shares.take_parts(index)
-        stage.finish_parts(name, nbytes, parts, digest, finished.tensor_digests)
-        _logger.info("finished %s, %s bytes", name, f"{nbytes:,}")
-        return finished
-
-    outcome = make_together(team, work, unfinished, shares, what="the files", finish=finish, progress=progress)
-    stage.kept_nbytes += shares.kept_nbytes
-    return outcome
-
-
 class _SharedUploads(PartsTarget, Outputs):
     """The parts of uploads that one rank sends."""
 
     writes_anywhere = False
 
-    def __init__(self, team: Team, plan: Plan, place: BucketPlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
+    def __init__(
+        self,
+        team: Team,
+        plan: Plan,
+        place: BucketPlace,
+        uploads: Mapping[int, tuple[Upload, bool]],
+        stage: BucketStage | None = None,
+    ) -> None:
         super().__init__()
         self.target = self
         self.uploads = Uploads(place.store, place.url)
-        self.kept_nbytes = 0
-        """On the first rank: bytes of parts that an interrupted run had sent."""
-        self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads
+        self._rank, self._plan, self._place, self._begun, self._stage = team.rank, plan, place, uploads, stage
         self._sent: dict[int, list[list[Any]]] = {}
         self._kept_nbytes = 0
         self._parts: dict[int, list[UploadedPart]] = {}
@@ -306,13 +291,19 @@ class _SharedUploads(PartsTarget, Outputs):
         """Keep, on the first rank, the parts that a rank has sent."""
         if receipt:
             content = json.loads(receipt)
-            self.kept_nbytes += content["kept"]
+            assert self._stage is not None, "only the first rank finishes files"
+            self._stage.kept_nbytes += content["kept"]
             for index, parts in content["parts"].items():
                 self._parts.setdefault(int(index), []).extend(UploadedPart(*one) for one in parts)
 
-    def take_parts(self, index: int) -> list[UploadedPart]:
-        """Return the parts of a file that all ranks have sent, in order."""
-        return sorted(self._parts.pop(index, ()), key=lambda part: part.number)
+    def finish(self, finished: FinishedFile, ending: Sequence[PlacedBytes] = ()) -> None:
+        """Complete the upload of a file of the parts that all ranks have sent; they contain its ending."""
+        assert self._stage is not None, "only the first rank finishes files"
+        output = self._plan.files[finished.index].output
+        parts = sorted(self._parts.pop(finished.index, ()), key=lambda part: part.number)
+        digest = digest_text(finished.digest)
+        self._stage.finish_parts(output.name, output.nbytes, parts, digest, finished.tensor_digests)
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
 
     def close(self) -> None:
         """Wait for the parts that are on their way, and free the memory."""

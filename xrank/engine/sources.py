@@ -49,10 +49,7 @@ _GAP_NBYTES = 16 << 10
 
 
 def count_requests(model: StoredModel) -> tuple[int, int]:
-    """Return the number of requests for all blocks of a model in stores, and their bytes.
-
-    Where the budget has room for larger blocks, the requests are fewer.
-    """
+    """Return the number of requests for all blocks of a model in stores, at most, and their bytes."""
     units = [unit for unit in make_units(model)[0] if model.files[unit.file].in_store is not None]
     nbytes = [unit.end - unit.start for unit in units]
     return sum(-(-one // BLOCK_NBYTES) for one in nbytes), sum(nbytes)
@@ -121,13 +118,7 @@ class _Block(Struct):
 
 
 class ObjectSource:
-    """Reads records of a stored model whose files are objects, or some of them.
-
-    Raises (from every method):
-        ContradictionError: an object is not the one whose metadata was read.
-        XrankError: the store does not give the bytes; the error names the object and the range.
-        other errors: those of `FileSource`.
-    """
+    """Reads records of a stored model whose files are objects, or some of them. Errors as those of `FileSource`."""
 
     def __init__(self, model: StoredModel) -> None:
         self._model = model
@@ -373,22 +364,14 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
-    """Return a source of a model's records, which the caller closes.
-
-    Decoded records go to a folder on a disk, which must exist when the first is read; None: that of `scratch_folder`.
-    """
+    """Return a source of a model's records, to be closed; decoded ones go to that folder, or `scratch_folder`."""
     if model.records.encoded_nbytes is not None or model.records.inline:
         return DecodedSource(model, folder)
     return ObjectSource(model) if holds_objects(model) else FileSource(model)
 
 
 class DecodedSource:
-    """Reads records, and decodes those that are compressed; called by many threads at once.
-
-    Raises (from every method):
-        CorruptError: a record is not what the metadata describes; other errors are those of `FileSource`.
-        NoSpaceError: the scratch folder's disk is full.
-    """
+    """Reads records, and decodes those that are compressed. Errors as those of `FileSource`."""
 
     def __init__(self, model: StoredModel, folder: str | None = None) -> None:
         self._model = model
@@ -529,10 +512,10 @@ class DecodedSource:
         records = self._model.records
         path, offset = self._model.files[int(records.file[record])].path, int(records.offset[record])
         owner = find_owner(self._model, record)
-        what = f"{path} holds no sound chunk at byte {offset:,}"
+        what = f"{owner['tensor']}, {owner['index_range']}: " if owner else ""
+        what += f"{path} holds no sound chunk at byte {offset:,}"
         want = f"a frame of zstd with {int(self._nbytes[record]):,} bytes"
-        what, facts = (what, {}) if owner is None else (f"{owner.subject}: {what}", owner.facts)
-        return CorruptError(what, file=path, got=got, want=want, next_step=COPY, **facts)
+        return CorruptError(what, file=path, got=got, want=want, next_step=COPY, **owner)
 
 
 class _Frame:

@@ -21,13 +21,10 @@ from xrank.engine.planner import Plan
 from xrank.engine.replicas import prefer_own_copies
 from xrank.engine.rounds import (
     ROUND_NBYTES,
-    Finish,
     Outputs,
     PartialResults,
     Work,
-    accept_shares,
-    describe_share,
-    finish_nothing,
+    exchange,
     group_files,
 )
 from xrank.engine.tensor_target import WholeTensors
@@ -46,21 +43,8 @@ _PAGE_NBYTES = 4096
 _CHUNK_NBYTES = 1 << 20
 
 
-def make_transformed(
-    team: Team,
-    work: Work,
-    files: Sequence[int],
-    outputs: Outputs,
-    *,
-    what: str,
-    finish: Finish = finish_nothing,
-) -> Outcome:
-    """Make transformed files; arguments and result are those of `make_in_rounds`.
-
-    Raises:
-        UsageError: the transform's output differs from its declaration. Its own exceptions propagate.
-        XrankError: as `make_in_rounds`.
-    """
+def make_transformed(team: Team, work: Work, files: Sequence[int], outputs: Outputs, *, what: str) -> Outcome:
+    """Make transformed files, as `make_in_rounds`; UsageError if an output differs from the one that was probed."""
     plan, transforms, holder = work.plan, work.transforms, work.holder
     assert transforms is not None
     size, position, sources = team.size, team.position, transforms.sources
@@ -98,12 +82,10 @@ def make_transformed(
             raise
         found = [results]
         if size > 1:
-            message = {**results.to_message(), **describe_share(outputs)}
-            with team.collect(f"{what} of transform, round {number + 1}", message) as messages:
-                accept_shares(outputs, messages)
-                found = [PartialResults.from_message(one) for one in messages]
+            with exchange(team, f"{what} of transform, round {number + 1}", outputs, results) as every:
+                found = every
         if position == 0:
-            _finish(plan, group, found, outputs, finish, outcome)
+            _finish(plan, group, found, outputs, outcome)
     if rounds and size > 1:  # one process checks its source after the last file
         work.source.check_unchanged()  # all ranks have finished reading
         team.meet(f"{what} of transform, all of it")
@@ -207,12 +189,7 @@ def _make(
 
 
 def _finish(
-    plan: Plan,
-    files: Sequence[int],
-    found: Sequence[PartialResults],
-    outputs: Outputs,
-    finish: Finish,
-    outcome: Outcome,
+    plan: Plan, files: Sequence[int], found: Sequence[PartialResults], outputs: Outputs, outcome: Outcome
 ) -> None:
     """Join the outputs of all ranks for some files, write the bytes that came to the first, and finish the files."""
     joined = {index: JoinedFile(plan.files[index].output, index) for index in files}
@@ -233,4 +210,5 @@ def _finish(
         outputs.close()
         raise
     for index, whole in joined.items():
-        outcome.files[index] = finish(whole, index)
+        outcome.files[index], ending = whole.finish()
+        outputs.finish(outcome.files[index], ending)

@@ -35,11 +35,7 @@ _NEXT_STEP = (
 def probe_outputs(
     transform: Transform, name: str, dtype: str, shape: tuple[int, ...]
 ) -> tuple[OutputTensor, ...] | None:
-    """Return the outputs of a transform for a tensor of that kind, learnt from a call with a meta tensor.
-
-    Returns:
-        None if it returns the tensor itself and nothing else; an empty tuple if it leaves the tensor out.
-    """
+    """Return the outputs of a transform for a tensor of that kind, by a call with a meta tensor; None: it is copied."""
     import torch
 
     try:

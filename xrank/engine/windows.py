@@ -386,10 +386,8 @@ class PreparedTensor:
         """Whether bytes that go to their place unchanged may be read before it is cleared."""
 
     def find_place(self, row: int, record: int, nest: Nest) -> int | None:
-        """Return the first byte that elements of a copy have in the tensor; None unless all of the copy is one stretch.
-
-        Elements of other copies share blocks with their neighbours, also where these lie side by side.
-        """
+        """Return the first byte of a copy's elements in the tensor; None unless all of the copy is one stretch."""
+        # Elements of other copies share blocks with their neighbors, also where these lie side by side.
         whole = self.copies.nest(row)
         width = dtypes.dtype(self.plan.source_dtype).nbytes
         is_one = self.is_read_early and self.goes_straight(record, whole)
@@ -403,18 +401,12 @@ class PreparedTensor:
 
 
 def share_all(plan: Plan) -> dict[int, tuple[range]]:
-    """Return shares of all windows of all files, for ranks that make parts of tensors.
-
-    No rank then reads the rest of a record only to check a checksum that others share.
-    """
+    """Return shares of all windows of all files: no rank then reads all of a record to check a shared checksum."""
     return {i: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for i, file in enumerate(plan.files)}
 
 
 class FileWindows(JoinedFile):
-    """The windows of one output file, its tensors' digests, and how many windows are still to be written.
-
-    `share` has ranges of the windows that are made here, rising; all if None.
-    """
+    """The windows of one output file that are made here: those of the rising ranges of `share`, or all."""
 
     def __init__(self, plan: FilePlan, index: int, share: Sequence[range] | None = None) -> None:
         super().__init__(plan.output, index)
@@ -467,11 +459,7 @@ class FileWindows(JoinedFile):
                 yield start - first, data[start - offset : stop - offset]
 
     def add(self, tensor: int, start: int, data: memoryview) -> PlacedBytes | None:
-        """Add the tensor's finished bytes from `start` on to its digest, and to its CRC if the file needs it.
-
-        Returns:
-            The bytes that depend on this tensor's CRC alone, once it is complete.
-        """
+        """Add a tensor's finished bytes; return the bytes that depend on its CRC alone, once that is complete."""
         self.digests[tensor].add(start, data)
         if self._crcs:
             # Outside the lock: the bytes take the time, joining does not.

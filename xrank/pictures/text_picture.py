@@ -359,11 +359,9 @@ def misfit_words(one: Holdings) -> str:
     """Return the misfit of a tensor's shares in words."""
     misfit = one.misfit
     assert misfit is not None
-    if misfit.kind == "gap":
-        return f"HOLE: {misfit.where}: on no rank"
-    if misfit.kind == "overlap":
-        return f"OVERLAP: {misfit.where}: on {ranks_text(misfit.ranks, compact=True)}, in different cuts"
-    return f"OUTSIDE: {misfit.where}: on {ranks_text(misfit.ranks, compact=True)}"
+    name = "HOLE" if misfit.kind == "gap" else misfit.kind.upper()
+    ending = ", in different cuts" if misfit.kind == "overlap" else ""
+    return f"{name}: {misfit.where}: on {ranks_text(misfit.ranks, compact=True)}{ending}"
 
 
 def _strips(one: Holdings, share: Share) -> str:
