@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_the_process_grows_by_no_more_than_the_budget() -> None:
 
 
 class Counted:
-    """Stands for `WholeTensors`: counts what is made and not yet taken."""
+    """Stands for `make_whole_tensors`: counts what is made and not yet taken."""
 
     def __init__(self) -> None:
         self.untaken, self.most, self.buckets = 0, 0, []
@@ -202,7 +203,7 @@ class Counted:
             self.untaken += nbytes
             self.most = max(self.most, self.untaken)
 
-    def make(self, numbers: list[int], cancelled: Any) -> list[torch.Tensor]:
+    def make(self, numbers: Sequence[int], cancelled: Callable[[], bool]) -> list[torch.Tensor]:
         assert not cancelled()
         self.count(sum(SIZES[number] for number in numbers))
         self.buckets.append(list(numbers))
@@ -215,14 +216,14 @@ SIZES = [10, 20, 30, 40, 30, 250, 10, 45, 45, 45, 5]
 
 def test_what_nobody_has_taken_stays_within_the_room() -> None:
     whole = Counted()
-    with closing(TensorsAhead(whole, SIZES, 100, lambda: False)) as ahead:  # type: ignore[arg-type]
+    with closing(TensorsAhead(whole.make, SIZES, 100, lambda: False)) as ahead:
         for number, nbytes in enumerate(SIZES):
             whole.count(-nbytes)  # before: as soon as it is taken, the next may be made
             assert int(ahead.take(number)) == number
     assert whole.buckets == [[0, 1], [2], [3], [4], [5], [6], [7], [8], [9, 10]]
     assert whole.most <= 250  # the one that is larger than the room, alone
     whole = Counted()
-    with closing(TensorsAhead(whole, SIZES[:5], 100, lambda: False)):  # type: ignore[arg-type]
+    with closing(TensorsAhead(whole.make, SIZES[:5], 100, lambda: False)):
         for _ in range(3):
             assert whole.made.acquire(timeout=50)
     # Full: it waited, until it was closed.

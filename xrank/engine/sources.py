@@ -319,10 +319,7 @@ class ObjectSource:
     def _read_straight(self, read: Read, memory: memoryview) -> None:
         assert read.place is not None, "only bytes with a place are read straight"
         file, offset = self._records[read.record]
-        try:
-            self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
-        except Exception as error:
-            raise _make_error(self._model.files[file].path, error) from error
+        self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
 
     def _read(self, number: int, start: int, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return bytes of a file by one request, in `into` if it is given."""
@@ -337,26 +334,27 @@ class ObjectSource:
                 want=f"at least {start + nbytes:,} bytes",
                 next_step="copy the object again from where it was written",
             )
-        return store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
+        try:
+            return store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
+        except XrankError:
+            raise
+        except Exception as error:
+            raise XrankError(f"{file.path}: {error}", file=file.path, next_step=AGAIN) from error
 
     def _load(self, key: tuple[int, int], block: _Block) -> None:
         unit = self._units[key[0]]
-        file = self._model.files[unit.file]
         try:
             block.data = self._read(unit.file, unit.start + key[1] * unit.step, block.nbytes)
         except Exception as error:
-            block.error = _make_error(file.path, error)
+            block.error = error
             with self._lock:
                 self._drop(key, block)
         except BaseException:
-            block.error = _make_error(file.path, "its reading was interrupted")
+            path = self._model.files[unit.file].path
+            block.error = XrankError(f"{path}: its reading was interrupted", file=path, next_step=AGAIN)
             raise
         finally:
             block.done.set()
-
-
-def _make_error(url: str, problem: Exception | str) -> XrankError:
-    return problem if isinstance(problem, XrankError) else XrankError(f"{url}: {problem}", file=url, next_step=AGAIN)
 
 
 _CHUNK_NBYTES = 256 << 10

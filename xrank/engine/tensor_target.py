@@ -45,69 +45,57 @@ class TensorTarget:
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        self._tensors = {file: _Fillable(tensor) for file, tensor in tensors.items()}
+        self._places = {file: locate_elements(tensor) for file, tensor in tensors.items()}
         self._buffers = _PinnedBuffers()
         self.finish()  # queued work may still read the old values
 
     def part_nbytes(self, file: int) -> int:
         """Return the bytes of a contiguous tensor in this process's memory; 0: of another one."""
-        return self._tensors[file].part_nbytes
+        address, elements = self._places[file]
+        return 0 if address is None else elements.nbytes
 
     def place(self, file: int, offset: int, nbytes: int) -> memoryview:
         """Return memory of a contiguous tensor."""
-        return self._tensors[file].place(offset, nbytes)
+        address, _ = self._places[file]
+        assert address is not None, "a tensor without a piece of memory has no parts"
+        return memory_at(address + offset, nbytes)
 
     def placed(self, file: int, offset: int, nbytes: int) -> None:
         """Do nothing: the bytes are in the tensor."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write whole elements at a byte offset of the tensor that stands for a file; any thread may call this."""
-        self._tensors[file].write(offset, data, self._buffers)
+        import torch
+
+        address, elements = self._places[file]
+        if address is not None:
+            # memmove releases the interpreter lock, an assignment does not.
+            ctypes.memmove(address + offset, address_of(data), len(data))
+            return
+        low = offset // elements.element_size()
+        if elements.device.type != "cuda":
+            _put(elements, low, torch.frombuffer(data, dtype=torch.uint8).view(elements.dtype))
+            return
+        buffer, event, stream = self._buffers.next(elements.device)
+        event.synchronize()  # its last content is on the device
+        ctypes.memmove(buffer.data_ptr(), address_of(data), len(data))
+        with torch.cuda.stream(stream):
+            _put(elements, low, buffer[: len(data)].view(elements.dtype))
+            event.record(stream)
 
     def finish(self) -> None:
         """Wait until all written bytes are on their devices."""
-        for device in {tensor.device for tensor in self._tensors.values() if tensor.device.type == "cuda"}:
+        for device in {elements.device for _, elements in self._places.values() if elements.device.type == "cuda"}:
             import torch
 
             torch.cuda.synchronize(device)
 
 
-class _Fillable:
-    """One tensor and the way to write its elements."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self._address, self._elements = locate_elements(tensor)
-        self.part_nbytes = 0 if self._address is None else tensor.numel() * tensor.element_size()
-
-    def place(self, offset: int, nbytes: int) -> memoryview:
-        assert self._address is not None, "a tensor without a piece of memory has no parts"
-        return memory_at(self._address + offset, nbytes)
-
-    def write(self, offset: int, data: memoryview, buffers: _PinnedBuffers) -> None:
-        import torch
-
-        if self._address is not None:
-            # memmove releases the interpreter lock, an assignment does not.
-            ctypes.memmove(self._address + offset, address_of(data), len(data))
-            return
-        elements = self._elements
-        low = offset // elements.element_size()
-        if elements.device.type != "cuda":
-            self._put(low, torch.frombuffer(data, dtype=torch.uint8).view(elements.dtype))
-            return
-        buffer, event, stream = buffers.next(elements.device)
-        event.synchronize()  # its last content is on the device
-        ctypes.memmove(buffer.data_ptr(), address_of(data), len(data))
-        with torch.cuda.stream(stream):
-            self._put(low, buffer[: len(data)].view(elements.dtype))
-            event.record(stream)
-
-    def _put(self, low: int, values: torch.Tensor) -> None:
-        done = 0
-        for run in runs_of(self._elements, low, low + values.numel()):
-            run.copy_(values[done : done + run.numel()].view(run.shape), non_blocking=True)
-            done += run.numel()
+def _put(elements: torch.Tensor, low: int, values: torch.Tensor) -> None:
+    done = 0
+    for run in runs_of(elements, low, low + values.numel()):
+        run.copy_(values[done : done + run.numel()].view(run.shape), non_blocking=True)
+        done += run.numel()
 
 
 class _PinnedBuffers(threading.local):
@@ -146,45 +134,47 @@ def split_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
     return budget, max(0, max_memory_nbytes - budget.nbytes)
 
 
-class WholeTensors:
-    """Tensors of a plan, which has one in each file and no header, each made whole in memory of its own."""
+def make_whole_tensors(
+    plan: Plan,
+    source: Source,
+    budget: Budget,
+    numbers: Sequence[int],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> list[torch.Tensor]:
+    """Return tensors of a plan, which has one in each file and no header, each whole in memory of its own.
 
-    def __init__(self, plan: Plan, source: Source, budget: Budget) -> None:
-        self._plan, self._source, self._budget = plan, source, budget
+    Errors are those of `execute`.
+    """
+    import torch
 
-    def nbytes(self, number: int) -> int:
-        """Return the size of a tensor in bytes, by the number of its file."""
-        return self._plan.files[number].output.nbytes
-
-    def make(self, numbers: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> list[torch.Tensor]:
-        """Return these tensors, of which this object keeps no reference; errors are those of `execute`."""
-        import torch
-
-        made = {}
-        for number in numbers:
-            output = self._plan.files[number].tensors[0].output
-            dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
-            if output.nbytes < _MAPPED_NBYTES:
-                made[number] = torch.empty(output.shape, dtype=dtype, device="cpu")
-            else:
-                # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
-                made[number] = torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
-        target = TensorTarget(made)
-        execute(self._plan, self._source, target, budget=self._budget, files=numbers, cancelled=cancelled)
-        return list(made.values())
+    made = {}
+    for number in numbers:
+        output = plan.files[number].tensors[0].output
+        dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
+        if output.nbytes < _MAPPED_NBYTES:
+            made[number] = torch.empty(output.shape, dtype=dtype, device="cpu")
+        else:
+            # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
+            made[number] = torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
+    execute(plan, source, TensorTarget(made), budget=budget, files=numbers, cancelled=cancelled)
+    return list(made.values())
 
 
 class TensorsAhead:
-    """Makes tensors in order, ahead of the caller, in a thread of its own; `close` ends it.
+    """Makes tensors in order by `make`, ahead of the caller, in a thread of its own; `close` ends it.
 
     A tensor occupies `nbytes[number]` until the caller takes it. All that are not yet taken fit the room; a larger one
     occupies all of it. `failures` raises if a rank has failed; several threads call it.
     """
 
     def __init__(
-        self, tensors: WholeTensors, nbytes: Sequence[int], room_nbytes: int, failures: Callable[[], bool]
+        self,
+        make: Callable[[Sequence[int], Callable[[], bool]], list[torch.Tensor]],
+        nbytes: Sequence[int],
+        room_nbytes: int,
+        failures: Callable[[], bool],
     ) -> None:
-        self._tensors, self._nbytes, self._room_nbytes, self._failures = tensors, nbytes, room_nbytes, failures
+        self._make, self._nbytes, self._room_nbytes, self._failures = make, nbytes, room_nbytes, failures
         self._changed = threading.Condition()
         self._ready: deque[torch.Tensor] = deque()
         self._untaken_nbytes = 0
@@ -225,7 +215,7 @@ class TensorsAhead:
                     if self._stopped:
                         return
                     self._untaken_nbytes += nbytes
-                made = self._tensors.make(numbers, lambda: self._stopped or self._failures())
+                made = self._make(numbers, lambda: self._stopped or self._failures())
                 with self._changed:
                     self._ready.extend(made)
                     del made

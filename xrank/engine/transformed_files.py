@@ -9,7 +9,7 @@ outputs share to the first rank with the digests, and the first rank writes them
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +27,8 @@ from xrank.engine.rounds import (
     exchange,
     group_files,
 )
-from xrank.engine.tensor_target import WholeTensors
-from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
+from xrank.engine.tensor_target import make_whole_tensors
+from xrank.engine.transforms import TransformedTensor, apply_transform
 from xrank.engine.windows import FilePart, JoinedFile, TensorDigest
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import OutputTensor
@@ -50,7 +50,7 @@ def make_transformed(team: Team, work: Work, files: Sequence[int], outputs: Outp
     size, position, sources = team.size, team.position, transforms.sources
     if holder is not None and size > 1:
         sources = prefer_own_copies(sources, holder, position)
-    whole = WholeTensors(sources, work.source, work.budget)
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     shares_pages = not team.is_one_host and outputs.writes_anywhere
     failures = team.make_failure_check()
     outcome = Outcome()
@@ -73,9 +73,14 @@ def make_transformed(team: Team, work: Work, files: Sequence[int], outputs: Outp
                 if position == owners[index]:
                     made.put(index, 0, memoryview(plan.files[index].output.header))
             for tensor, maker in zip(tensors, makers, strict=True):
-                if maker == position:
-                    failures()
-                    _make(tensor, transforms, whole, made, failures)
+                if maker != position:
+                    continue
+                failures()
+                (source,) = make_whole_tensors(sources, work.source, work.budget, [tensor.number], failures)
+                values = apply_transform(transforms.function, tensor.name, source, tensor.outputs)
+                del source  # the outputs may not need it any more: its memory is free before they are written
+                for slot, output in zip(tensor.slots, tensor.outputs, strict=True):
+                    made.put_tensor(tensor.file, slot, output, values.pop(0), staging)
             results = PartialResults(made.finish(), (), 0, {}, odd=made.odd)
         except BaseException:
             outputs.close()
@@ -169,23 +174,6 @@ class _RoundOutputs(Struct):
             for part in parts:
                 self.outputs.finish_share(part)
         return parts
-
-
-def _make(
-    tensor: TransformedTensor,
-    transforms: Transforms,
-    whole: WholeTensors,
-    made: _RoundOutputs,
-    failures: Callable[[], bool],
-) -> None:
-    """Read a tensor, transform it, and write the result."""
-    (source,) = whole.make([tensor.number], failures)
-    results = apply_transform(transforms.function, tensor.name, source, tensor.outputs)
-    # The outputs may not need it any more: its memory is free before they are written.
-    del source
-    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
-    for slot, output in zip(tensor.slots, tensor.outputs, strict=True):
-        made.put_tensor(tensor.file, slot, output, results.pop(0), staging)
 
 
 def _finish(

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from xrank.engine.faults import difference_error
 from xrank.engine.planner import Plan, select_tensors
 from xrank.engine.replicas import digest_twins, find_different_twin, prefer_own_copies
-from xrank.engine.tensor_target import TensorsAhead, WholeTensors, split_budget
+from xrank.engine.tensor_target import TensorsAhead, make_whole_tensors, split_budget
 from xrank.engine.transforms import Transform, apply_transform, plan_held_tensors
 from xrank.errors import (
     AGAIN,
@@ -375,11 +375,10 @@ def _take_tensors(request: ModelRequest, model: LentModel, team: Team) -> Tensor
     plan = select_tensors(gather.plan, [compared[name] for name in names])
     if team.size > 1:
         plan = prefer_own_copies(plan, model.holder, team.position)  # all replicas have been compared
-    whole = WholeTensors(plan, model.source, budget)
+    make, nbytes = partial(make_whole_tensors, plan, model.source, budget), [file.output.nbytes for file in plan.files]
     failures = team.make_failure_check()
     outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}
-    ahead = TensorsAhead(whole, [whole.nbytes(number) for number in range(len(names))], room_nbytes, failures)
-    with closing(ahead):
+    with closing(TensorsAhead(make, nbytes, room_nbytes, failures)) as ahead:
         # This frame keeps no reference to a yielded tensor, so that the caller can free it.
         for number, name in enumerate(names):
             if name not in outputs:

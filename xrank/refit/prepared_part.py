@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.engine.executor import Budget
 from xrank.engine.planner import Copies, TensorPlan
-from xrank.engine.tensor_target import WholeTensors
+from xrank.engine.tensor_target import make_whole_tensors
 from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray, NestTable
@@ -100,9 +100,8 @@ class PreparedPart(Struct, eq=False):
             self.quantized.encode(self.maxima_source)
         if self.transforms is not None:
             budget = Budget.from_memory(_BUFFERS_NBYTES, default_workers())
-            whole = WholeTensors(self.transforms.sources, self.own_source, budget)
             for one in self.transformed:
-                (made,) = whole.make([one.number])
+                (made,) = make_whole_tensors(self.transforms.sources, self.own_source, budget, [one.number])
                 results = apply_transform(self.transforms.function, one.name, made, one.outputs)
                 for output, result in zip(one.outputs, results, strict=True):
                     self.made[output.name].copy_(result.detach())
