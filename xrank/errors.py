@@ -131,7 +131,9 @@ class Wording(Struct, frozen=True):
 
     def _choose(self, match: re.Match[str]) -> str:
         remedies = match[1].split(_OR)
-        return ", or ".join([one for one in remedies if self._has_options_of(one)] or remedies)
+        names = ({name for name, _ in _MARKED_OPTION.findall(remedy)} for remedy in remedies)
+        known = [one for one, of in zip(remedies, names, strict=True) if self.options is None or of <= self.options]
+        return ", or ".join(known or remedies)
 
     def _repeat(self, match: re.Match[str]) -> str:
         """Return the whole command with one more option, where it is known."""
@@ -139,9 +141,6 @@ class Wording(Struct, frozen=True):
             return match[0]
         more = _MARKED_OPTION.sub(replace(self, variables={})._spell, match[1])
         return f"run: {self.typed}" if f" {more}" in self.typed else f"run: {self.typed} {more}"
-
-    def _has_options_of(self, remedy: str) -> bool:
-        return self.options is None or self.options.issuperset(name for name, _ in _MARKED_OPTION.findall(remedy))
 
     def _spell(self, match: re.Match[str]) -> str:
         name, text = match[1], match[2]

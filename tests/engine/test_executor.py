@@ -138,7 +138,7 @@ def test_random_models_become_their_bytes(tmp_path, small_windows, monkeypatch, 
                 progress=told.append,
             )
             assert written() == [expected_file(file, made.whole) for file in files]
-        assert sum(told) == plan.nbytes == sum(file.nbytes for file in files)
+        assert told == sorted(told) and told[-1] == plan.nbytes == sum(file.nbytes for file in files)
         assert begun == list(range(len(files)))
         assert outcome.files == finished
         assert sorted(finished) == begun
@@ -239,7 +239,7 @@ def test_only_the_files_asked_for_are_made(small_windows):
         bytes(files[1].nbytes),
         expected_file(files[2], made.whole),
     ]
-    assert sum(told) == files[0].nbytes + files[2].nbytes
+    assert told == sorted(told) and told[-1] == files[0].nbytes + files[2].nbytes
     assert (
         execute(make_plan(made.in_memory(), files), MemorySource(made.views), NullTarget(), budget=BUDGET, files=[])
         == executor.Outcome()
@@ -327,7 +327,7 @@ def test_cancelled_before_anything_and_in_between(small_windows):
     assert told == []
     with pytest.raises(CancelledError):
         run(made, cancelled=lambda: next(calls, True), progress=told.append)
-    assert sum(told) <= 2 * 512
+    assert max(told, default=0) <= 2 * 512
 
 
 class BrokenError(Exception):

@@ -134,14 +134,7 @@ def fill_module(
     views = [prepared.local.views[view] for view in prepared.load.views]
     plan = prepared.load.plan
     target, source = TensorTarget(dict(enumerate(views))), open_source(plan.source)
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, plan.nbytes)
-
+    show = progress or (lambda done, total: None)
     try:
         with hash_beside(plan.source.hashes, team) as finish_hashes:
             outcome = execute(
@@ -152,7 +145,7 @@ def fill_module(
                 shares=share_all(plan),
                 finish_share=prepared.digests.compare,
                 cancelled=team.make_failure_check(),
-                progress=count,
+                progress=lambda done: show(done, plan.nbytes),
             )
             source.check_unchanged()
             finish_hashes()

@@ -377,7 +377,7 @@ def execute(
     finish: Callable[[FinishedFile], None] = lambda finished: None,
     finish_share: Callable[[FilePart], None] = lambda part: None,
     cancelled: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
     """Make output files of a plan; return when all are done or one has failed.
 
@@ -399,7 +399,7 @@ def execute(
         finish: called after a file's last byte was written and its sources were checked, by any thread.
         finish_share: called after a share's last byte was written, by any thread.
         cancelled: called before each window, by one thread at a time; True ends the call by CancelledError.
-        progress: called with the bytes of each finished window, by one thread at a time.
+        progress: called with the bytes of all windows that are finished, by one thread at a time.
 
     Raises:
         CorruptError, ContradictionError: bytes differ from their recorded checksum; replicas differ.
@@ -473,7 +473,7 @@ class _Execution:
         self.checksums = checksums
         self.plan, self.source, self.target, self.replicas = plan, source, target, replicas
         self._begin, self._finish, self._finish_share = begin, finish, finish_share
-        self._cancelled, self._progress, self._num_windows = cancelled, progress, num_windows
+        self._cancelled, self._progress, self._done, self._num_windows = cancelled, progress, 0, num_windows
         self.queue: Iterator[Job] = iter(())
         self.outcome = Outcome()
         self.failure: BaseException | None = None
@@ -559,7 +559,8 @@ class _Execution:
         """Count a written run of windows; after the last one, report the file or the share of it."""
         file = job.file
         with self._lock:
-            self._progress(nbytes)
+            self._done += nbytes
+            self._progress(self._done)
             file.remaining -= len(job.windows)
             if file.remaining:
                 return
@@ -588,7 +589,6 @@ class _Execution:
             self._late(file.index, placed[0], memoryview(placed[1]))
 
     def differs(self, tensor: str, rank: int, num_elements: int) -> None:
-        """Count elements in which a rank's replica differs from the written one."""
         with self._lock:
             ranks = self.outcome.differences.setdefault(tensor, {})
             ranks[rank] = ranks.get(rank, 0) + num_elements

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from time import monotonic
 
 import xxhash
@@ -62,21 +62,11 @@ class FileDigests(Struct, frozen=True):
 
 def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
     """Execute a plan and discard its bytes; `progress` is called with (bytes assembled so far, bytes in all)."""
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, plan.nbytes)
-
-    source = open_source(plan.source)
-    try:
-        outcome = execute(plan, source, NullTarget(), budget=budget, progress=count)
+    total, show = plan.nbytes, progress or (lambda done, total: None)
+    with closing(open_source(plan.source)) as source:
+        outcome = execute(plan, source, NullTarget(), budget=budget, progress=lambda done: show(done, total))
         # After the last byte, so that a change in the course of the reading is seen.
         source.check_unchanged()
-    finally:
-        source.close()
     return outcome
 
 
@@ -263,8 +253,8 @@ def write_files(
     kept = f"; {size_text(resumed_nbytes)} kept of an earlier run" if resumed_nbytes else ""
     _logger.debug("plan: %s, %s by %s%s", counts, size_text(total_nbytes), plural(team.size, "rank"), kept)
 
-    def count(nbytes: int) -> None:
-        progress(resumed_nbytes + nbytes, total_nbytes)
+    def count(done: int) -> None:
+        progress(resumed_nbytes + done, total_nbytes)
 
     if team.size == 1:
         writing = _Writing(plan, stage)
@@ -299,17 +289,10 @@ def _make_alone(
     outputs: Outputs,
     *,
     what: str,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
     """Make files of a plan in this process alone, as `xrank.engine.shared_writing.make_together` does with others."""
     copied, last = work.split_files(files)
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done)
-
     outcome = execute(
         work.plan,
         work.source,
@@ -320,7 +303,7 @@ def _make_alone(
         replicas=work.replicas,
         begin=outputs.begin,
         finish=outputs.finish,
-        progress=count,
+        progress=progress,
     )
     if last:
         from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
@@ -351,11 +334,9 @@ class _Writing(Outputs):
         _logger.debug("%s took %.1f s, %s/s", output.name, seconds, size_text(output.nbytes / seconds))
 
     def explain_errors(self) -> AbstractContextManager[None]:
-        """Explain the file system's errors in the body."""
         return explain_errors(self._stage.path)
 
     def close(self) -> None:
-        """Leave the files that a failure left open."""
         self._files.close()
 
 

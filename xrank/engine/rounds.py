@@ -359,7 +359,7 @@ def make_in_rounds(
     outputs: Outputs,
     *,
     what: str,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
     """Make files of a plan together with all other ranks, which make the same call; return the findings of all.
 
@@ -381,14 +381,12 @@ def make_in_rounds(
     checksums = make_checksums(plan, left_open=division.left_open)
     joining = _Joining(work, division, outputs)
     sizes = {index: plan.files[index].output.nbytes for index in files}
-    done, total = 0, sum(sizes.values())
+    before, total = 0, sum(sizes.values())
 
-    def count(nbytes: int) -> None:
+    def count(done: int) -> None:
         # Rank 0 assumes that the others are equally far: they report only at the end of a round.
-        nonlocal done
         if team.is_first:
-            done = min(done + nbytes * team.size, total)
-            progress(done)
+            progress(min(before + done * team.size, total))
 
     for number, round_ in enumerate(division.rounds):
         try:
@@ -421,8 +419,8 @@ def make_in_rounds(
             if team.is_first:
                 joining.join(number, found)
         if team.is_first:
-            done = sum(sizes[index] for r in division.rounds[: number + 1] for index in r.files)
-            progress(done)
+            before += sum(sizes[index] for index in round_.files)
+            progress(before)
             _logger.debug("round %d of %d: %d files", number + 1, len(division.rounds), len(round_.files))
     if division.rounds:
         work.source.check_unchanged()  # all ranks have finished reading
@@ -487,7 +485,6 @@ class _Joining:
             self._outcome.files[index] = finished
 
     def outcome(self) -> Outcome:
-        """Return the same outcome as from one process."""
         assert not self._joined, "files were made and never finished"
         self._outcome.num_checksums = sum(self._num_checked) + self._checksums.num_checked
         return self._outcome

@@ -112,7 +112,7 @@ def make_together(
     outputs: Outputs,
     *,
     what: str,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
     """Make files together, as `make_in_rounds`; make the transformed ones last."""
     copied, last = work.split_files(files)
@@ -146,7 +146,6 @@ class _Parts(Outputs):
         return _await_sight(lambda: open_shared_part(path, output.nbytes), failures, path, self._rank)
 
     def finish_share(self, part: FilePart) -> None:
-        """Flush a file to the disk, and close it."""
         fd = self.target.descriptors.pop(part.index)
         try:
             os.fsync(fd)
@@ -154,17 +153,14 @@ class _Parts(Outputs):
             os.close(fd)  # NFS: ranks that open the file from now on see this data
 
     def explain_errors(self) -> AbstractContextManager[None]:
-        """Explain the file system's errors in the body."""
         return explain_errors(self._path)
 
     def close(self) -> None:
-        """Close all files."""
         for fd in self.target.descriptors.values():
             os.close(fd)
         self.target.descriptors.clear()
 
     def finish(self, finished: FinishedFile, ending: Sequence[PlacedBytes] = ()) -> None:
-        """Write the ending of a file, and give it its name."""
         assert self._stage is not None, "only the first rank finishes files"
         output, fd = self._plan.files[finished.index].output, self._open(finished.index, lambda: False)
         try:
@@ -282,13 +278,11 @@ class _SharedUploads(PartsTarget, Outputs):
             raise
 
     def take_receipt(self) -> str:
-        """Return the parts of this round as text."""
         with self._lock:
             sent, kept, self._sent, self._kept_nbytes = self._sent, self._kept_nbytes, {}, 0
         return json.dumps({"kept": kept, "parts": sent}) if sent else ""
 
     def accept(self, receipt: str) -> None:
-        """Keep, on the first rank, the parts that a rank has sent."""
         if receipt:
             content = json.loads(receipt)
             assert self._stage is not None, "only the first rank finishes files"
@@ -306,7 +300,6 @@ class _SharedUploads(PartsTarget, Outputs):
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
 
     def close(self) -> None:
-        """Wait for the parts that are on their way, and free the memory."""
         self._files.clear()
         if self._pool is not None:
             self._pool.close()

@@ -492,7 +492,6 @@ class DecodedSource:
 
     @contextmanager
     def _explain_scratch_errors(self) -> Iterator[str]:
-        """Yield the scratch folder; explain errors of its disk."""
         folder = self._folder or scratch_folder(environ())
         try:
             yield folder
@@ -524,7 +523,6 @@ class _Frame:
         self._position = 0
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes; none at the end."""
         data = bytearray(min(size, self._nbytes - self._position))
         self._files.read_into(self._record, self._position, memoryview(data))
         self._position += len(data)

@@ -135,7 +135,6 @@ class _RoundOutputs(Struct):
             self.outputs.target.write(file, offset, data)
 
     def put_tensor(self, file: int, slot: int, output: OutputTensor, tensor: torch.Tensor, staging: memoryview) -> None:
-        """Write a tensor to its place, and record its digest."""
         digest = TensorDigest(output.nbytes)
         content = local_bytes(tensor)
         start = first = low = output.offset
@@ -165,7 +164,6 @@ class _RoundOutputs(Struct):
             self.odd.append((file, offset, bytes(data)))
 
     def finish(self) -> tuple[FilePart, ...]:
-        """Flush all files, and return their parts."""
         parts = tuple(
             FilePart(file, tuple((slot, digest.part()) for slot, digest in sorted(digests.items())), ())
             for file, digests in self.digests.items()

@@ -325,7 +325,6 @@ class _Plane(Struct, frozen=True):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in units of the drawing."""
         if self.across is None:
             return 160, 160
         return (480, 32) if self.down is None else (480, 240)
@@ -777,7 +776,6 @@ def _layout_holdings(layout: TensorLayout, shape: Any) -> Holdings:
 
 
 def _tensor_holdings(name: str, tensor: Any) -> Holdings:
-    """Return the parts of a DTensor on all ranks of its mesh."""
     mesh = describe_mesh(tensor.device_mesh)
     layout = from_placements(mesh, tensor.placements, len(tensor.shape))
     start = Holdings(name, tuple(tensor.shape), by_torch_name(str(tensor.dtype).removeprefix("torch.")).name, rule=name)

@@ -22,6 +22,7 @@ from xrank.words import amount_text, clip, first_lines, one_line, ranks_text, ru
 
 _MAX_RUNS = 4096
 _MAX_BANDS = 48
+_MAX_WORDS = 6
 
 
 class Region(Struct, frozen=True):
@@ -147,29 +148,26 @@ def strip(runs: Sequence[tuple[int, int]], length: int, width: int) -> str:
 
 def part_names(holdings: Holdings, region: Region) -> str:
     """Return the fused parts that a region touches, ``q`` or ``gate, up``; empty if its dims have no parts."""
-    if holdings.layout is None or region.dims is None or len(holdings.layout.dims) != len(holdings.shape):
-        return ""
-    bound = _bind_sizes(holdings)
+    dims, bound = _bind_dims(holdings)
     words = []
-    for dim, runs in zip(holdings.layout.dims, region.dims, strict=True):
-        if bound is None or "<" not in render_dim(dim):
-            continue
-        names = dict.fromkeys(name for a, b in runs for name in _find_touched(dim, a, b, bound))
-        words.append(", ".join(names))
+    for dim, runs in zip(dims, region.dims or (), strict=False):
+        if "<" in render_dim(dim):
+            names = dict.fromkeys(name for a, b in runs for name in _find_touched(dim, a, b, bound))
+            words.append(", ".join(names))
     return "; ".join(word for word in words if word)
 
 
-def _bind_sizes(holdings: Holdings) -> Mapping[str, int] | None:
+def _bind_dims(holdings: Holdings) -> tuple[Sequence[Node], Mapping[str, int]]:
+    """Return the dims of a tensor's layout and the sizes in them; no dims if they are not known."""
     layout, mesh = holdings.layout, holdings.mesh
-    assert layout is not None
-    if mesh is None:
-        return None
+    if layout is None or mesh is None or len(layout.dims) != len(holdings.shape):
+        return (), {}
     lengths = axis_lengths(mesh, layout.view_mesh)
     counted = {name: lengths[name] for dim in layout.dims for name in count_names_of(dim) if name in lengths}
     try:
-        return bind(layout.tree, holdings.shape, counted, holdings.sizes)
+        return layout.dims, bind(layout.tree, holdings.shape, counted, holdings.sizes)
     except LayoutError:
-        return None
+        return (), {}
 
 
 def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -201,11 +199,10 @@ def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -
 
 def find_bands(holdings: Holdings, dim: int) -> list[Band]:
     """Return the named parts of a dim by rising index; empty if it has none, or too many to be drawn."""
-    if holdings.layout is None or len(holdings.layout.dims) != len(holdings.shape):
+    dims, bound = _bind_dims(holdings)
+    if not dims or "<" not in render_dim(dims[dim]):
         return []
-    node = holdings.layout.dims[dim]
-    bound = _bind_sizes(holdings) if "<" in render_dim(node) else None
-    bands = [] if bound is None else list(islice(_walk_bands(node, bound), _MAX_BANDS + 1))
+    bands = list(islice(_walk_bands(dims[dim], bound), _MAX_BANDS + 1))
     return bands if len(bands) <= _MAX_BANDS else []
 
 
@@ -341,7 +338,7 @@ def _share_row(one: Holdings, share: Share) -> tuple[str, ...]:
     return ranks_text(share.ranks, compact=True), _strips(one, share), share_words(one, share), f"{shape}{amount}{pads}"
 
 
-def share_words(one: Holdings, share: Share, most: int = 6) -> str:
+def share_words(one: Holdings, share: Share) -> str:
     """Return the content of a share in words: by fused parts if the tensor has some."""
     if not share.nests:
         return "nothing"
@@ -350,8 +347,8 @@ def share_words(one: Holdings, share: Share, most: int = 6) -> str:
         region = region_of(nest, one.shape)
         name = part_names(one, region)
         words.append(one_line(f"{name}: " if name else "") + region_words(region, one.shape))
-    if len(words) > most:
-        words = [*words[: most - 1], f".. {len(words) - most + 1} more"]
+    if len(words) > _MAX_WORDS:
+        words = [*words[: _MAX_WORDS - 1], f".. {len(words) - _MAX_WORDS + 1} more"]
     return "; ".join(words)
 
 
