@@ -19,14 +19,7 @@ from xrank import dtypes
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan
 from xrank.engine.replicas import prefer_own_copies
-from xrank.engine.rounds import (
-    ROUND_NBYTES,
-    Outputs,
-    PartialResults,
-    Work,
-    exchange,
-    group_files,
-)
+from xrank.engine.rounds import ROUND_NBYTES, Outputs, PartialResults, Work, exchange, group_files
 from xrank.engine.tensor_target import make_whole_tensors
 from xrank.engine.transforms import TransformedTensor, apply_transform
 from xrank.engine.windows import FilePart, JoinedFile, TensorDigest
