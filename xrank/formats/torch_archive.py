@@ -195,7 +195,13 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
     except UnicodeDecodeError:
         raise origin.corrupt("a zip member's name is not UTF-8", got=quote(raw_name)) from None
     # 4.5.3: the extra field contains, in this order, the fields that are all ones in the entry.
-    wide = _zip64_extra(directory[extra_at : extra_at + extra_nbytes])
+    wide, extra = b"", directory[extra_at : extra_at + extra_nbytes]
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<HH", extra)
+        if kind == 1:
+            wide = extra[4 : 4 + length]
+            break
+        extra = extra[4 + length :]
     values = [nbytes, packed, header]
     for k, value in enumerate(values):
         if value == 0xFFFFFFFF:
@@ -215,16 +221,6 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
         got = f"method {method}, {packed} bytes for {nbytes}, flags {flags:#x}"
         raise origin.corrupt(problem, got, "a stored member, as torch.save writes")
     return _Entry(name, raw_name, flags, crc32, nbytes, header), end
-
-
-def _zip64_extra(extra: bytes) -> bytes:
-    at = 0
-    while at + 4 <= len(extra):
-        kind, nbytes = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            return extra[at + 4 : at + 4 + nbytes]
-        at += 4 + nbytes
-    return b""
 
 
 def _payload(item: ItemBytes, entry: _Entry) -> int:

@@ -23,7 +23,7 @@ from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import plural
 
 if TYPE_CHECKING:
-    from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
+    from xrank.formats.safetensors_header import SafetensorsHeader
     from xrank.storage.regular_file import RegularFile
 
 
@@ -309,13 +309,17 @@ class Records:
 
         return index
 
-    def add_safetensors(self, header: SafetensorsHeader) -> Callable[[HeaderTensor], int]:
-        """Add a file; return a function that adds the record of one of its tensors and gives its index."""
+    def add_safetensors(self, header: SafetensorsHeader) -> Callable[[str], int]:
+        """Add a file; return a function that adds the record of a tensor by its name, and gives its index."""
         number = len(self.files)
         self.files.append(SourceFile.from_status(header.path, header.status))
-        return lambda tensor: self._add(
-            number, header.data_start + tensor.start, tensor.end - tensor.start, NO_CHECKSUM
-        )
+        spans = {tensor.name: (tensor.start, tensor.end) for tensor in header.tensors}
+
+        def index(name: str) -> int:
+            start, end = spans[name]
+            return self._add(number, header.data_start + start, end - start, NO_CHECKSUM)
+
+        return index
 
     def _add(self, file: int, offset: int, nbytes: int, crc32: int) -> int:
         self._file.append(file)

@@ -264,7 +264,7 @@ def _read_rank(rank: int, files: Sequence[str], records: Records) -> _Parameters
                 problem = f"rank {rank} saved it in two parts"
                 raise other.of(tensor.name).contradiction(problem, got, "one part", ONE_SAVE)
             strides = row_major(tensor.shape)
-            found[tensor.name] = HeldTensor(rank, file, record_of(tensor), tensor.dtype, tensor.shape, strides, 0)
+            found[tensor.name] = HeldTensor(rank, file, record_of(tensor.name), tensor.dtype, tensor.shape, strides, 0)
     return found
 
 

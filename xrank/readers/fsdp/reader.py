@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import AGAIN, ContradictionError, option
-from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import TorchArchive
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import Nest
@@ -416,7 +415,12 @@ def describe_rank_files(
     """Return where every tensor lies in the ranks' files."""
     world_size = _world_size(files, listed)
     records = Records()
-    indexes = {file.rank: _add_file(records, file.archive) for file in files}
+    indexes = {
+        file.rank: records.add_archive(file.archive)
+        if isinstance(file.archive, TorchArchive)
+        else records.add_safetensors(file.archive)
+        for file in files
+    }
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
     placement = place_all(collect_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
@@ -440,15 +444,6 @@ def describe_rank_files(
         layouts=placement.layouts,
         details=_details(listed, files),
     )
-
-
-def _add_file(records: Records, archive: TorchArchive | SafetensorsHeader) -> Index:
-    """Add a file, and return the function that gives the number of a record by its key: for safetensors, the name."""
-    if isinstance(archive, TorchArchive):
-        return records.add_archive(archive)
-    record_of = records.add_safetensors(archive)
-    tensors = {tensor.name: tensor for tensor in archive.tensors}
-    return lambda key: record_of(tensors[key])
 
 
 def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:

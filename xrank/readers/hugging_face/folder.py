@@ -382,7 +382,7 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes:
             dtype, shape = _kind(tensor, as_bytes)
             count = prod(shape)
             nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
-            record = int_array([record_of(tensor)] * len(nests))
+            record = int_array([record_of(tensor.name)] * len(nests))
             zeros = int_array([0] * len(nests))
             shards.append(StoredShard(tensor.name, dtype, shape, zeros, record, NestTable.from_nests(nests)))
     return StoredModel(

@@ -112,7 +112,7 @@ class ShardPieces(Struct):
                     ONE_SAVE,
                     tensor=tensor.name,
                 )
-            row.extend((rank, record_of(tensor)))
+            row.extend((rank, record_of(tensor.name)))
             for at, size in zip(offsets[tensor.name], tensor.shape, strict=True):
                 row.extend((at, at + size))
 
