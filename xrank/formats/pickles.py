@@ -210,11 +210,16 @@ def _collection_builder(kind: type) -> Builder:
     return build
 
 
-def _build_scalar(args: tuple[object, ...]) -> object:
+def _build_bytes(args: tuple[object, ...]) -> object:
     match args:
         # Protocol 2 writes bytes as _codecs.encode(text, "latin1") (Lib/pickle.py: save_bytes).
         case (str(text), "latin1"):
             return text.encode("latin1")
+    return NotImplemented
+
+
+def _build_complex(args: tuple[object, ...]) -> object:
+    match args:
         case (float(real), float(imaginary)):
             return complex(real, imaginary)
     return NotImplemented
@@ -223,7 +228,7 @@ def _build_scalar(args: tuple[object, ...]) -> object:
 # Protocol 2 writes Python 2's name of the builtins module (Lib/_compat_pickle.py).
 PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
     ("collections", "OrderedDict"): lambda args: NotImplemented if args else OrderedDict(),
-    ("_codecs", "encode"): _build_scalar,
+    ("_codecs", "encode"): _build_bytes,
     **{
         (module, name): builder
         for module in ("builtins", "__builtin__")
@@ -231,7 +236,7 @@ PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
             ("set", _collection_builder(set)),
             ("frozenset", _collection_builder(frozenset)),
             ("bytes", lambda args: NotImplemented if args else b""),
-            ("complex", _build_scalar),
+            ("complex", _build_complex),
         )
     },
 }

@@ -151,8 +151,9 @@ def _strip_attribute(plain: dict[str, str]) -> dict[str, str]:
 
 def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
     """Return a model under its own names, with a note about the change."""
-    changed = [("wrapper-names", _NOTE.format(*pair)) for pair in plain.items() if pair[0] != pair[1]]
-    return _with_names(stored, plain, (), changed[:1]) if plain else stored
+    changed = next((pair for pair in plain.items() if pair[0] != pair[1]), None)
+    notes = () if changed is None else (("wrapper-names", _NOTE.format(*changed)),)
+    return _with_names(stored, plain, (), notes) if plain else stored
 
 
 def _with_names(

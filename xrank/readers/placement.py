@@ -35,7 +35,7 @@ from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
 from xrank.readers.base import Hints
 from xrank.readers.records import Subject
-from xrank.storage.regular_file import Origin, open_regular
+from xrank.storage.regular_file import open_regular
 from xrank.words import likewise_text, list_text, ranks_text
 
 if TYPE_CHECKING:
@@ -88,11 +88,6 @@ class HeldTensor(Struct, frozen=True):
             pattern=known.name,
             global_shape=known.shape,
         )
-
-    @property
-    def origin(self) -> Origin:
-        """The rank and file, which errors name."""
-        return Origin(self.file, self.rank)
 
     @property
     def again(self) -> str:

@@ -67,12 +67,6 @@ class WholeState(Struct, frozen=True, eq=False):
     part: ChosenPart | None
     """The model among the parts of a nested dict; None where the whole file is one state dict."""
 
-    @property
-    def step(self) -> int | None:
-        """The step beside the model."""
-        value = self.archive.value if self.part is not None and isinstance(self.archive.value, dict) else {}
-        return next((value[key] for key in _STEPS if type(value.get(key)) is int), None)
-
 
 def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
     """Return the model in a file; the argument `wanted` is that of `select_model`."""
@@ -146,6 +140,8 @@ def describe_states(
     if others:
         more.append(("left-out", f"{len(others)} values that are not tensors were left out: {list_text(others, 8)}"))
     more += records.notes()
+    beside = [state.archive.value for state in states if state.part is not None]
+    saved = beside[0] if len(states) == 1 and beside and isinstance(beside[0], dict) else {}
     return StoredModel(
         format=format_name,
         path=path,
@@ -153,7 +149,7 @@ def describe_states(
         records=records.table(),
         shards=tuple(pieces_of(name, [tensor], tensor.shape, [whole(tensor.shape)]) for name, tensor in held.items()),
         aliases=_aliases(held),
-        step=states[0].step if len(states) == 1 else None,
+        step=next((saved[key] for key in _STEPS if type(saved.get(key)) is int), None),
         nbytes=records.nbytes,
         skipped_nbytes=sum(each.nbytes for part in parts for each in part.parts if not each.is_model),
         part=hints.part,
@@ -161,11 +157,6 @@ def describe_states(
         details=part_details(parts[0]) if parts else {},
         is_attribute=any(state.part is not None and is_of_lightning(state.archive.value) for state in states),
     )
-
-
-def stored_nbytes(model: StoredModel) -> int:
-    """Return the bytes of a model's tensors, each tied one once."""
-    return sum(prod(s.shape) * dtype(s.dtype).nbytes for s in model.shards if s.name not in model.aliases)
 
 
 def _nbytes(tensor: object) -> int:
@@ -400,4 +391,6 @@ class BinFolderReader:
             notes += stale_index_notes(folder, _INDEX_NAME, index)
             notes += note_left_out(filter(_BESIDE_BIN.fullmatch, set(places.list_names(folder)) - set(names)))
         model = describe_states(self.name, path, states, hints, notes)
-        return model if index is None else replace(model, notes=(*model.notes, *index.notes(stored_nbytes(model))))
+        # Each tied tensor once.
+        nbytes = sum(prod(s.shape) * dtype(s.dtype).nbytes for s in model.shards if s.name not in model.aliases)
+        return model if index is None else replace(model, notes=(*model.notes, *index.notes(nbytes)))

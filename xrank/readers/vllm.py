@@ -302,7 +302,8 @@ def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Reco
         other = seen.setdefault((rank // listed.tp_size, start), held)
         if other is not held:
             got = f"the same {len(start):,} first bytes as in {other.file}"
-            raise copied_error(held.origin, other.origin, got, "columns of its own")
+            origin, from_origin = (Origin(one.file, one.rank) for one in (held, other))
+            raise copied_error(origin, from_origin, got, "columns of its own")
 
 
 def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:

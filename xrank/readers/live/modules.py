@@ -439,17 +439,11 @@ def _split(flat: Any, names: Sequence[str], local: torch.Tensor, count: int, pos
 
 
 def _ranks_of(group: Any) -> list[int]:
-    import torch.distributed
-
-    distributed: Any = torch.distributed
-    return list(distributed.get_process_group_ranks(group))
+    return list(sys.modules["torch.distributed"].get_process_group_ranks(group))
 
 
 def _own_rank() -> int:
-    import torch.distributed
-
-    distributed: Any = torch.distributed
-    return int(distributed.get_rank())
+    return int(sys.modules["torch.distributed"].get_rank())
 
 
 def _same_ranks(name: str, known: list[int] | None, ranks: list[int]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -93,20 +93,15 @@ def places_of(sizes: ParallelSizes, folder: str) -> tuple[GridPlace, ...]:
                 "ETP that divides TP, and a world size",
                 "save with --ckpt-format torch_dist",
             )
-        pairs = _list_writers(sizes, sizes.world // sizes.pipeline)
+        # The writers are the first ranks of each data-parallel group. Dense layers and experts divide the ranks of a
+        # stage in two ways (parallel_state.py: RankGenerator); tensor parallelism varies fastest in both. The world
+        # size comes from a file, which may be damaged: the loop must end.
+        pairs = (
+            (rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert)
+            for rank in range(min(sizes.world // sizes.pipeline, _MAX_RANKS))
+            if rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert
+        )
     return tuple(sorted(GridPlace(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
-
-
-def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]:
-    """Yield tensor and expert ranks of the writers: the first rank of each data-parallel group.
-
-    Dense layers and experts divide the ranks of a stage in two ways (parallel_state.py: RankGenerator); tensor
-    parallelism varies fastest in both.
-    """
-    # The world size comes from a file, which may be damaged: the loop must end.
-    for rank in range(min(stage_size, _MAX_RANKS)):
-        if rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert:
-            yield rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert
 
 
 def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> None:
@@ -132,19 +127,6 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: S
             f"{len(wanted)} folders for {sizes}",
             "move the folders of another run elsewhere, or give the path of the checkpoint's own folder",
         )
-
-
-def grid_text(found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> list[str]:
-    """Return, for display, the tensor-parallel ranks with and without files, by stage and expert rank."""
-    there = set(found)
-    rows: dict[tuple[int, int], list[GridPlace]] = {}
-    for place in cells:
-        rows.setdefault((place.pipeline, place.expert), []).append(place)
-    return [
-        f"PP {pipeline}, EP {expert}: "
-        + ", ".join(f"TP {p.tensor} {'present' if p.folder(sizes) in there else 'missing'}" for p in row)
-        for (pipeline, expert), row in sorted(rows.items())
-    ]
 
 
 Chunk = tuple[int, int]
@@ -299,18 +281,25 @@ def _tensors(module: object, origin: Origin) -> dict[str, ArchivedTensor]:
     return tensors
 
 
-def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str, Any], file: str) -> None:
-    """Check that two ranks' arguments are those of one run."""
-    for key in sorted({*first, *args}):
-        ours, theirs = (values.get(key, "<missing>") for values in (args, first))
+def check_agreement(first: MegatronRankFile, file: MegatronRankFile) -> None:
+    """Check that two ranks' files are those of one run and iteration."""
+    for key in sorted({*first.args, *file.args}):
+        ours, theirs = (one.args.get(key, "<missing>") for one in (file, first))
         # repr compares types, too, and makes NaN equal NaN.
         if not _OWN.fullmatch(key) and repr(ours) != repr(theirs):
-            problem = f"belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs"
-            raise Origin(file).contradiction(problem, ascii(ours)[:200], f"{ascii(theirs)[:200]}, as in {first_file}")
+            problem = f"belongs to another run than {first.origin.path}: args.{quote(key)[1:-1]} differs"
+            want = f"{ascii(theirs)[:200]}, as in {first.origin.path}"
+            raise Origin(file.origin.path).contradiction(problem, ascii(ours)[:200], want)
+    if repr(first.iteration) != repr(file.iteration):
+        got, want = (f"iteration {quote(str(one.iteration))}" for one in (file, first))
+        raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
 
 
 def check_identities(
-    files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes, own: Mapping[GridPlace, Sequence[ArchivedTensor]]
+    files: Mapping[GridPlace, MegatronRankFile],
+    sizes: ParallelSizes,
+    tensors: Mapping[str, TensorParts],
+    layouts: Mapping[str, TensorLayout],
 ) -> None:
     """Check that each file is its rank's: by the rank in its args, else by the tensors of which it has its own part."""
     recorded = {place: file.args.get("rank") for place, file in files.items()}
@@ -327,10 +316,19 @@ def check_identities(
                 )
             seen.add(rank)
         return
+    own: dict[GridPlace, list[ArchivedTensor]] = {}
+    for name, parts in tensors.items():
+        is_cut = any(layouts[name].cut_axes)
+        by_expert = any("ep" in axes for axes in layouts[name].cut_axes)
+        keys = [(p.tensor if is_cut else 0, p.expert if by_expert else 0) for p in parts.places]
+        counts = Counter(keys)
+        for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
+            if counts[key] == 1:
+                own.setdefault(place, []).append(tensor)
     copies = CopiedValues()
     for place, file in files.items():
-        tensors = own.get(place, ())
-        copies.add(file.archive, tensors, sum(prod(tensor.shape) for tensor in tensors), file.origin)
+        held = own.get(place, ())
+        copies.add(file.archive, held, sum(prod(tensor.shape) for tensor in held), file.origin)
 
 
 def _fits(rank: int, place: GridPlace, sizes: ParallelSizes, args: Mapping[str, Any]) -> bool:
@@ -507,22 +505,6 @@ def _find_given(name: str, hints: Hints) -> TensorLayout | None:
     return None if layout is None else TensorLayout.from_tree(layout.with_sizes(hints.layouts.sizes).tree)
 
 
-def find_own_tensors(
-    tensors: Mapping[str, TensorParts], layouts: Mapping[str, TensorLayout]
-) -> dict[GridPlace, list[ArchivedTensor]]:
-    """Return for each file the tensors of which no other file has the same part."""
-    found: dict[GridPlace, list[ArchivedTensor]] = {}
-    for name, parts in tensors.items():
-        is_cut = any(layouts[name].cut_axes)
-        by_expert = any("ep" in axes for axes in layouts[name].cut_axes)
-        keys = [(p.tensor if is_cut else 0, p.expert if by_expert else 0) for p in parts.places]
-        counts = Counter(keys)
-        for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
-            if counts[key] == 1:
-                found.setdefault(place, []).append(tensor)
-    return found
-
-
 def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints: Hints) -> StoredShard:
     """Return where a tensor's parts lie in the whole; copies of one part become replicas."""
     first = parts.held[0]
@@ -585,10 +567,7 @@ class MegatronLegacyReader:
         files = {}
         for place in cells:
             file = read_rank_file(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
-            check_agreement(first.args, first.origin.path, file.args, file.origin.path)
-            if repr(first.iteration) != repr(file.iteration):
-                got, want = (f"iteration {quote(str(one.iteration))}" for one in (file, first))
-                raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
+            check_agreement(first, file)
             files[place] = file
         step = check_iteration(folder, first.iteration, first.origin.path)
         counts = _layers(files, sizes)
@@ -599,7 +578,7 @@ class MegatronLegacyReader:
         tensors = collect_parts(files, sizes, starts, records)
         layouts = layouts_of(tensors, sizes, hints, first)
         # Needs the layouts: tensors that ranks share do not tell their files apart.
-        check_identities(files, sizes, find_own_tensors(tensors, layouts))
+        check_identities(files, sizes, tensors, layouts)
         shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
         pairs = {name: name.removesuffix(_HEAD) + _EMBEDDING for name in tensors if name.endswith(_HEAD)}
         # The last stage's copy of the embedding, if the two are one tensor (models/gpt/gpt_model.py).
@@ -620,7 +599,7 @@ class MegatronLegacyReader:
             nbytes=records.nbytes,
             skipped_nbytes=max(nbytes_below(folder) - records.nbytes, 0),
             notes=(*([("extra-state", text)] if num_extra else []), *records.notes()),
-            details=_details(folder, found, sizes, cells, counts, starts, aliases),
+            details=_details(folder, set(found), sizes, cells, counts, starts, aliases),
         )
 
 
@@ -668,13 +647,18 @@ def _check_alike(files: Mapping[GridPlace, MegatronRankFile]) -> None:
 
 def _details(
     folder: str,
-    found: Sequence[str],
+    found: Collection[str],
     sizes: ParallelSizes,
     cells: Sequence[GridPlace],
     counts: Mapping[Chunk, int],
     starts: Mapping[Chunk, int],
     aliases: Mapping[str, str],
 ) -> dict[str, Any]:
+    # The tensor-parallel ranks with and without files, by stage and expert rank.
+    rows: dict[tuple[int, int], list[str]] = {}
+    for place in cells:
+        state = "present" if place.folder(sizes) in found else "missing"
+        rows.setdefault((place.pipeline, place.expert), []).append(f"TP {place.tensor} {state}")
     stages = {}
     for (chunk, stage), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
         name = f"PP {stage}" + (f", chunk {chunk}" if sizes.virtual > 1 else "")
@@ -683,7 +667,7 @@ def _details(
     return {
         **describe_iteration(folder),
         "parallel": str(sizes),
-        "grid": grid_text(found, sizes, cells),
+        "grid": [f"PP {stage}, EP {expert}: {', '.join(row)}" for (stage, expert), row in sorted(rows.items())],
         "stages": stages,
         "tied": dict(aliases),
     }
