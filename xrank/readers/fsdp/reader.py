@@ -27,12 +27,8 @@ from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text, ranks_text
 
-# verl/utils/checkpoint/fsdp_checkpoint_manager.py: save_checkpoint; SkyRL uses the same names.
-_VERL = re.compile(r"model_world_size_([1-9]\d{0,8})_rank_(0|[1-9]\d{0,8})\.pt")
 _VERL_OTHERS = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _VERL_CONFIG = "fsdp_config.json"
-# accelerate/utils/fsdp_utils.py: save_fsdp_model. The number is the model's; LOCAL_STATE_DICT omits a 0.
-_ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
 _MAX_CONFIG_NBYTES = 1 << 20
 _OTHER_RUN = f"move the files of another run to another folder, then {AGAIN}"
 
@@ -65,86 +61,6 @@ class RankFiles(Struct, frozen=True):
         got = f"files of {ranks_text(self.by_rank)}"
         who = f"rank {first}" if count == 1 else f"rank {first}, and {count - 1} more"
         raise absent_rank_error(self.folder, file, first, world_size, who=who, got=got)
-
-
-class Scheme(Struct, frozen=True):
-    """Naming scheme of a folder's files."""
-
-    format: str
-    pattern: re.Pattern[str]
-    example: str
-
-    def check_name(self, path: str, saved_as: str, rank: int) -> None:
-        """Check that a file has the name under which it was saved, if that is a name of this scheme."""
-        stem, suffix = os.path.splitext(os.path.basename(path))
-        if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
-            problem = f"{Origin(path, rank).name} was saved under another name"
-            step = f"copy the file of rank {rank} again, or let all ranks write again"
-            names = {"got": saved_as + suffix, "want": stem + suffix}
-            raise ContradictionError(problem, rank=rank, file=path, **names, next_step=step)
-
-    def explain_mismatch(self, path: str) -> str | None:
-        """Return None if the folder contains such files, otherwise the reason against it."""
-        if not places.is_folder(path):
-            return "not a folder"
-        if any(self.pattern.fullmatch(entry) for entry in places.list_names(path)):
-            return None
-        return f"no {self.example} in it"
-
-
-VERL = Scheme("verl", _VERL, "model_world_size_<N>_rank_<r>.pt")
-ACCELERATE = Scheme("accelerate-ranks", _ACCELERATE, "pytorch_model_fsdp_rank<r>.bin")
-
-
-def _group_files(folder: str, scheme: Scheme) -> dict[str, dict[int, str]]:
-    """Return the paths of the ranks' files, by the first number in their names and by rank."""
-    groups: dict[str, dict[int, str]] = {}
-    for entry in sorted(places.list_names(folder)):
-        match = scheme.pattern.fullmatch(entry)
-        if match is not None:
-            groups.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
-    if not groups:
-        raise Origin(folder).incomplete("holds no rank's file", None, scheme.example, "check the path")
-    return groups
-
-
-def list_verl(folder: str) -> RankFiles:
-    """Return the model's files in a folder of verl's or SkyRL's."""
-    worlds = {int(number): by_rank for number, by_rank in _group_files(folder, VERL).items()}
-    # Older verl records none.
-    recorded = read_object(os.path.join(folder, _VERL_CONFIG), _MAX_CONFIG_NBYTES).get("world_size")
-    recorded = recorded if type(recorded) is int else None
-    if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
-        is_odd = recorded is None or len(worlds) > 1
-        file = next(iter(worlds[max(worlds)].values())) if is_odd else os.path.join(folder, _VERL_CONFIG)
-        got = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
-        got += f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""
-        problem = "belongs to another run than other files beside it"
-        raise Origin(file).contradiction(problem, got, "one world size", _OTHER_RUN)
-    ((world_size, by_rank),) = worlds.items()
-    others = sorted(filter(_VERL_OTHERS.fullmatch, places.list_names(folder)))
-    paths = tuple(os.path.join(folder, entry) for entry in others)
-    files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, paths)
-    files.check(world_size)
-    return files
-
-
-def list_accelerate(path: str) -> RankFiles:
-    """Return the files of the one model in a folder of accelerate's, or of the model to which a given file belongs."""
-    folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
-    models = _group_files(folder, ACCELERATE)
-    if path != folder:
-        named = _ACCELERATE.fullmatch(os.path.basename(path))
-        models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
-    if len(models) > 1:
-        files = [next(iter(ranks.values())) for _, ranks in sorted(models.items())]
-        step = f"give the path of a file of one model, such as {files[0]}"
-        got = list_text(map(os.path.basename, files), 10)
-        raise Origin(folder).usage(f"contains {len(models)} models", got, "one", step)
-    ((_, by_rank),) = models.items()
-    found = RankFiles(folder, dict(sorted(by_rank.items())))
-    found.check(max(by_rank) + 1)
-    return found
 
 
 _NAME = "_flat_param"
@@ -367,46 +283,118 @@ _STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\
 _MAX_SHOWN = 8
 
 
-class VerlReader:
-    """The reader of verl's and SkyRL's FSDP checkpoints (`xrank.readers.base.Reader`)."""
+class _RanksReader:
+    """A reader of folders in which each rank saved a state dict by itself, by the names of the files."""
 
-    name = VERL.format
+    name: str
+    pattern: re.Pattern[str]
+    """Names of the files. The first number tells models apart, the second one is the rank."""
+    example: str
 
     def recognise(self, path: str) -> str | None:
-        """Return None if the folder contains files named by rank and world size."""
-        return VERL.explain_mismatch(path)
+        """Return None if the folder contains files named by rank."""
+        if not places.is_folder(path):
+            return "not a folder"
+        if any(map(self.pattern.fullmatch, places.list_names(path))):
+            return None
+        return f"no {self.example} in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        return _read(VERL, path, list_verl(path), hints)
+        listed = self.list_files(path)
+        files = []
+        for rank, file in listed.by_rank.items():
+            files.append(read_rank_file(file, rank))
+            archive, (stem, suffix) = files[-1].archive, os.path.splitext(os.path.basename(file))
+            saved_as = archive.name + suffix if isinstance(archive, TorchArchive) else stem + suffix
+            # A copy under another rank's name still has the name under which it was saved.
+            if saved_as != stem + suffix and self.pattern.fullmatch(saved_as):
+                raise ContradictionError(
+                    f"{Origin(file, rank).name} was saved under another name",
+                    rank=rank,
+                    file=file,
+                    got=saved_as,
+                    want=stem + suffix,
+                    next_step=f"copy the file of rank {rank} again, or let all ranks write again",
+                )
+        return describe_rank_files(self.name, path, listed, files, hints)
+
+    def list_files(self, path: str) -> RankFiles:
+        """Return the files of the one model in a folder."""
+        raise NotImplementedError
+
+    def group_files(self, folder: str) -> dict[str, dict[int, str]]:
+        """Return the paths of the ranks' files, by the first number in their names and by rank."""
+        groups: dict[str, dict[int, str]] = {}
+        for entry in sorted(places.list_names(folder)):
+            match = self.pattern.fullmatch(entry)
+            if match is not None:
+                groups.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
+        if not groups:
+            raise Origin(folder).incomplete("holds no rank's file", None, self.example, "check the path")
+        return groups
 
 
-class AccelerateRanksReader:
+class VerlReader(_RanksReader):
+    """The reader of verl's and SkyRL's FSDP checkpoints (`xrank.readers.base.Reader`)."""
+
+    name = "verl"
+    # verl/utils/checkpoint/fsdp_checkpoint_manager.py: save_checkpoint; SkyRL uses the same names.
+    pattern = re.compile(r"model_world_size_([1-9]\d{0,8})_rank_(0|[1-9]\d{0,8})\.pt")
+    example = "model_world_size_<N>_rank_<r>.pt"
+
+    def list_files(self, path: str) -> RankFiles:
+        """Return the model's files; those of two runs are an error."""
+        worlds = {int(number): by_rank for number, by_rank in self.group_files(path).items()}
+        # Older verl records none.
+        recorded = read_object(os.path.join(path, _VERL_CONFIG), _MAX_CONFIG_NBYTES).get("world_size")
+        recorded = recorded if type(recorded) is int else None
+        if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
+            is_odd = recorded is None or len(worlds) > 1
+            file = next(iter(worlds[max(worlds)].values())) if is_odd else os.path.join(path, _VERL_CONFIG)
+            got = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
+            got += f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""
+            problem = "belongs to another run than other files beside it"
+            raise Origin(file).contradiction(problem, got, "one world size", _OTHER_RUN)
+        ((world_size, by_rank),) = worlds.items()
+        others = sorted(filter(_VERL_OTHERS.fullmatch, places.list_names(path)))
+        paths = tuple(os.path.join(path, entry) for entry in others)
+        files = RankFiles(path, dict(sorted(by_rank.items())), world_size, paths)
+        files.check(world_size)
+        return files
+
+
+class AccelerateRanksReader(_RanksReader):
     """The reader of accelerate's per-rank files without DCP (`xrank.readers.base.Reader`)."""
 
-    name = ACCELERATE.format
+    name = "accelerate-ranks"
+    # accelerate/utils/fsdp_utils.py: save_fsdp_model. The number is the model's; LOCAL_STATE_DICT omits a 0.
+    pattern = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
+    example = "pytorch_model_fsdp_rank<r>.bin"
 
     def recognise(self, path: str) -> str | None:
         """Return None for a folder with files named by rank, or for such a file if its folder has several models."""
-        if places.is_file(path) and ACCELERATE.pattern.fullmatch(os.path.basename(path)):
-            folder = os.path.dirname(places.absolute(path))
-            models = {match[1] for entry in places.list_names(folder) if (match := ACCELERATE.pattern.fullmatch(entry))}
+        if places.is_file(path) and self.pattern.fullmatch(os.path.basename(path)):
+            models = self.group_files(os.path.dirname(places.absolute(path)))
             return None if len(models) > 1 else "one rank's file; its folder is the checkpoint"
-        return ACCELERATE.explain_mismatch(path)
+        return super().recognise(path)
 
-    def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor lies; errors as in `Reader.read`."""
-        return _read(ACCELERATE, path, list_accelerate(path), hints)
-
-
-def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredModel:
-    files = []
-    for rank, file in listed.by_rank.items():
-        files.append(read_rank_file(file, rank))
-        archive = files[-1].archive
-        if isinstance(archive, TorchArchive):
-            scheme.check_name(file, archive.name, rank)
-    return describe_rank_files(scheme.format, path, listed, files, hints)
+    def list_files(self, path: str) -> RankFiles:
+        """Return the files of the one model in a folder, or of the model to which a given file belongs."""
+        folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
+        models = self.group_files(folder)
+        if path != folder:
+            named = self.pattern.fullmatch(os.path.basename(path))
+            models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
+        if len(models) > 1:
+            files = [next(iter(ranks.values())) for _, ranks in sorted(models.items())]
+            step = f"give the path of a file of one model, such as {files[0]}"
+            got = list_text(map(os.path.basename, files), 10)
+            raise Origin(folder).usage(f"contains {len(models)} models", got, "one", step)
+        ((_, by_rank),) = models.items()
+        found = RankFiles(folder, dict(sorted(by_rank.items())))
+        found.check(max(by_rank) + 1)
+        return found
 
 
 def describe_rank_files(
