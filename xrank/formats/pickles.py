@@ -50,20 +50,6 @@ class InertRecord(Struct, eq=False):
         return f"<inert {self.module}.{self.name}{'' if self.args is None else '(...)'}>"
 
 
-def build_nested_class(args: tuple[object, ...]) -> object:
-    """Return the record of a nested class from the arguments of a ``getattr``; or NotImplemented.
-
-    Protocol 2 has no other way to name it (Lib/pickle.py: save_global). torch saves objects of one such class; other
-    names are not accepted.
-    """
-    match args:
-        case (InertRecord(module=module, name="ShardedTensor" as name, args=None), "ProcessGroupState" as inner) if (
-            module == "torch.distributed._shard.sharded_tensor.api"
-        ):
-            return InertRecord(module, f"{name}.{inner}")
-    return NotImplemented
-
-
 def is_extra_state(name: object) -> bool:
     """Return whether a name in a state dict is the key of a module's extra state; tensors' names may end alike."""
     # torch/nn/modules/module.py: _EXTRA_STATE_KEY_SUFFIX, after the module's own name

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -615,39 +613,3 @@ def _config_facts(state: Mapping[str, object], archive: TorchArchive) -> Iterato
         if isinstance(zero := config.get("zero_optimization"), dict):
             kept["zero_optimization"] = {key: zero[key] for key in ("stage", DEALS) if key in zero}
         yield from flatten_facts(kept, archive, "ds_config")
-
-
-_STEP = re.compile(r"(?:state|param_groups)\.[^.]*\.step")
-_TAG_STEP = re.compile(r"global_step(\d{1,18})", re.ASCII)
-
-
-def check_same_step(
-    tag: str, modules: Mapping[str, object], origin: Origin, partition: Mapping[str, object] | None
-) -> tuple[tuple[str, str], ...]:
-    """Return notes on files that may belong to different steps."""
-    step = modules.get("global_steps")
-    if type(step) is not int:
-        return ()
-    notes = []
-    named = _TAG_STEP.match(tag)
-    # The user chooses the tag, so it proves nothing.
-    if named is not None and int(named[1]) != step:
-        notes.append(("another-step", f"the folder is named {tag}, and the model states in it are of step {step:,}"))
-    skipped = modules.get("skipped_steps")
-    # A step with overflowing gradients is counted but skipped.
-    wanted = {step, step - skipped} if type(skipped) is int else {step}
-    recorded = [value for path, value in (partition or {}).items() if _STEP.fullmatch(path)]
-    counts = [int(value) for value in recorded if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    # An optimizer that is behind may have been begun anew; one that is ahead cannot be of this save.
-    if counts and max(counts) > step:
-        raise origin.contradiction(
-            "belongs to an earlier step than the optimizer states",
-            f"global_steps {step:,}",
-            f"{max(counts):,} or more, the steps that the optimizer has taken",
-        )
-    # torch's optimizers count in a tensor, whose fact is its checksum.
-    in_tensors = {f"F32 of CRC {zlib.crc32(np.float32(count).tobytes()):08x}" for count in wanted}
-    if recorded and wanted.isdisjoint(counts) and not in_tensors & {*map(str, recorded)}:
-        problem = f"the optimizer has not taken the {step:,} steps of the model states"
-        notes.append(("another-step", f"{problem}: it was begun anew, or its files are of another step"))
-    return tuple(notes)

@@ -7,11 +7,14 @@ their stored type. The optimizer's moments are left out.
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -34,7 +37,6 @@ from xrank.readers.deepspeed.files import (
     ModelState,
     Shape,
     Shapes,
-    check_same_step,
     check_tensors,
     explain_mismatch,
     list_files,
@@ -45,7 +47,6 @@ from xrank.readers.deepspeed.files import (
 from xrank.readers.deepspeed.tensors import (
     Modules,
     Partitions,
-    assemble,
     check_copies,
     check_ranks,
     groups_of_slices,
@@ -503,6 +504,74 @@ def _locate_universal(folder: str, name: str, shape: Shape, records: Records, *,
     count = prod(final)
     row = (Nest(0, 0, ((count, 1, 1),) if count > 1 else ()),) if count else ()
     return pieces_of(name, [held], final, [row if is_row else whole(tensor.shape)])
+
+
+_STEP = re.compile(r"(?:state|param_groups)\.[^.]*\.step")
+_TAG_STEP = re.compile(r"global_step(\d{1,18})", re.ASCII)
+
+
+def check_same_step(
+    tag: str, modules: Mapping[str, object], origin: Origin, partition: Mapping[str, object] | None
+) -> tuple[tuple[str, str], ...]:
+    """Return notes on files that may belong to different steps."""
+    step = modules.get("global_steps")
+    if type(step) is not int:
+        return ()
+    notes = []
+    named = _TAG_STEP.match(tag)
+    # The user chooses the tag, so it proves nothing.
+    if named is not None and int(named[1]) != step:
+        notes.append(("another-step", f"the folder is named {tag}, and the model states in it are of step {step:,}"))
+    skipped = modules.get("skipped_steps")
+    # A step with overflowing gradients is counted but skipped.
+    wanted = {step, step - skipped} if type(skipped) is int else {step}
+    recorded = [value for path, value in (partition or {}).items() if _STEP.fullmatch(path)]
+    counts = [int(value) for value in recorded if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    # An optimizer that is behind may have been begun anew; one that is ahead cannot be of this save.
+    if counts and max(counts) > step:
+        raise origin.contradiction(
+            "belongs to an earlier step than the optimizer states",
+            f"global_steps {step:,}",
+            f"{max(counts):,} or more, the steps that the optimizer has taken",
+        )
+    # torch's optimizers count in a tensor, whose fact is its checksum.
+    in_tensors = {f"F32 of CRC {zlib.crc32(np.float32(count).tobytes()):08x}" for count in wanted}
+    if recorded and wanted.isdisjoint(counts) and not in_tensors & {*map(str, recorded)}:
+        problem = f"the optimizer has not taken the {step:,} steps of the model states"
+        notes.append(("another-step", f"{problem}: it was begun anew, or its files are of another step"))
+    return tuple(notes)
+
+
+def assemble(
+    modules: Modules, trained: Mapping[str, StoredShard]
+) -> tuple[tuple[StoredShard, ...], Mapping[str, str], tuple[str, ...]]:
+    """Return all tensors of the model in the order of its state dict, the ties among them, and names without tensors.
+
+    A trainer of adapters leaves frozen parameters out (``exclude_frozen_parameters``), but not the names of tensors
+    that are tied to them: DeepSpeed goes by `named_parameters`, which lists one name of a tie.
+    """
+    state = modules.state
+    found = {**modules.shards, **trained}
+    aliases: dict[str, str] = {}
+    for alias, owner in modules.shared.items():
+        if alias not in found and owner in found:
+            found[alias] = replace(found[owner], name=alias)
+            aliases[alias] = owner
+    known = {*found, *state.module, *state.frozen}
+    absent = tuple(alias for alias, owner in state.shared.items() if owner not in known and alias not in found)
+    for name in (*state.module, *state.frozen, *modules.shared):
+        if name not in found and name not in absent:
+            raise state.origin.contradiction(
+                f"names {name}, but the checkpoint contains no weights of it",
+                "an empty tensor" if name in state.module else "nothing",
+                "trained weights in a partition, a frozen piece, or a tie to another parameter",
+                "save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
+                "parameter frozen or given to the optimizer: stage 3 saves no others",
+                tensor=name,
+            )
+    # The state dict determines the order; tensors that it lacks follow.
+    order = dict.fromkeys((*modules.names, *found))
+    return tuple(found[name] for name in order if name in found), aliases, absent
 
 
 class DeepSpeedReader:

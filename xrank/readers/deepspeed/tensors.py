@@ -9,7 +9,6 @@ from math import prod
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
@@ -590,35 +589,3 @@ def _shard_of(name: str, held: Sequence[HeldTensor]) -> StoredShard:
             got, want = (f"{one.dtype} {list(one.shape)}" for one in (other, first))
             raise other.of(name).disagreement(first.rank, "type or shape", got, f"{want}, as in {first.file}")
     return pieces_of(name, held, first.shape, [whole(h.shape) for h in held])
-
-
-def assemble(
-    modules: Modules, trained: Mapping[str, StoredShard]
-) -> tuple[tuple[StoredShard, ...], Mapping[str, str], tuple[str, ...]]:
-    """Return all tensors of the model in the order of its state dict, the ties among them, and names without tensors.
-
-    A trainer of adapters leaves frozen parameters out (``exclude_frozen_parameters``), but not the names of tensors
-    that are tied to them: DeepSpeed goes by `named_parameters`, which lists one name of a tie.
-    """
-    state = modules.state
-    found = {**modules.shards, **trained}
-    aliases: dict[str, str] = {}
-    for alias, owner in modules.shared.items():
-        if alias not in found and owner in found:
-            found[alias] = replace(found[owner], name=alias)
-            aliases[alias] = owner
-    known = {*found, *state.module, *state.frozen}
-    absent = tuple(alias for alias, owner in state.shared.items() if owner not in known and alias not in found)
-    for name in (*state.module, *state.frozen, *modules.shared):
-        if name not in found and name not in absent:
-            raise state.origin.contradiction(
-                f"names {name}, but the checkpoint contains no weights of it",
-                "an empty tensor" if name in state.module else "nothing",
-                "trained weights in a partition, a frozen piece, or a tie to another parameter",
-                "save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
-                "parameter frozen or given to the optimizer: stage 3 saves no others",
-                tensor=name,
-            )
-    # The state dict determines the order; tensors that it lacks follow.
-    order = dict.fromkeys((*modules.names, *found))
-    return tuple(found[name] for name in order if name in found), aliases, absent
