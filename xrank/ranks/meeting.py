@@ -188,7 +188,7 @@ class Meeting:
     def refuse(self, error: BaseException) -> None:
         """Send the other ranks, which wait for this one or come later, the reason why it can't take part."""
         text = FailureRecord.from_error(error, self.rank, CALL).to_text()
-        with suppress(RankFailedError):  # the store may be what failed
+        with suppress(Exception):  # the store may be what failed
             if self.rank == self.ranks[0]:
                 self.announce(ended=text)
                 return
