@@ -18,10 +18,10 @@ from xrank.distribution import (
     distribute_tensor,
     distribution,
     get_device_count,
+    initialize,
     list_devices,
     set_distribution,
 )
-from xrank.distribution.devices import start_group
 from xrank.errors import LayoutError, UsageError
 
 MESH = DeviceMesh((2, 4), ("batch", "model"))
@@ -65,13 +65,15 @@ def test_devices_of_one_process():
         ({}, ("a:1", 2, 2), "the number of processes, or the index"),
     ],
 )
-def test_a_start_that_is_refused(environ, arguments, message):
+def test_a_start_that_is_refused(monkeypatch, environ, arguments, message):
+    monkeypatch.setattr("xrank.environment.environ", lambda: environ)
     with pytest.raises(ValueError, match=message):
-        start_group(environ, *arguments)
+        initialize(*arguments)
 
 
-def test_a_start_of_one_process_starts_nothing():
-    start_group({}, None, None, None)
+def test_a_start_of_one_process_starts_nothing(monkeypatch):
+    monkeypatch.setattr("xrank.environment.environ", dict)
+    initialize()
     assert not torch.distributed.is_initialized()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -83,13 +83,7 @@ def initialize(
         >>> from xrank.distribution import initialize
         >>> initialize()
     """
-    start_group(environment.environ(), job_addresses, num_processes, process_id)
-
-
-def start_group(
-    environ: Mapping[str, str], job_addresses: str | None, num_processes: int | None, process_id: int | None
-) -> None:
-    """Run `initialize` with an environment."""
+    environ = environment.environ()
     keras_jobs = read_keras_jobs(environ)
     addresses = keras_jobs.addresses if job_addresses is None else job_addresses
     count = keras_jobs.num_processes if num_processes is None else num_processes

@@ -132,9 +132,6 @@ def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding
     return findings
 
 
-# Replicas: hashes first, then values where hashes differ
-
-
 def compare_replicas(
     owned: Mapping[str, torch.Tensor | None], plan: GradientPlan, wire: GradientWire
 ) -> list[GradientFinding]:
@@ -215,9 +212,6 @@ def _describe_difference(
         return f"copies along {join_words(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
     by = "" if difference is None else f", by up to {difference:.3g} at element {at} of those that are compared"
     return f"copies along {join_words(axes)} are not equal{by}: {how}"
-
-
-# The reference of one process
 
 
 def compare_with_reference(
@@ -317,9 +311,6 @@ def _find_local_reference(reference: Any, gradient: Any, planned: PlannedParamet
     return found
 
 
-# Factors: lengths of axes that explain a multiple of the reference
-
-
 def find_factors(ratio: float, plan: GradientPlan, planned: PlannedParameter) -> tuple[str, ...]:
     """Return the products, or else quotients (``dp/edp``), of lengths of the fewest axes that equal the ratio.
 
@@ -408,9 +399,6 @@ def _summarize_factors(
         summary = replace(first, name=title, message=message, difference=difference, factor=factor)
         left = [summary, *(one for one in left if one.name not in scaled or one.kind != "scale")]
     return left
-
-
-# Missing exchanges: a sum or mean over some ranks that would be right
 
 
 def explain_missing_sums(

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +35,8 @@ from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import find_source
 from xrank.recipes.proofs import prove_shapes
 
-_Ranges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
-"""Real path of a file -> (first byte, end) of the bytes that hold tensors."""
+_Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""(first byte, end) of the bytes of a file that hold tensors."""
 
 MARKER = "ran"
 """Name of the file that hostile pickles would leave in the working directory."""
@@ -70,7 +70,8 @@ class SourceChange:
             os.utime(self.file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-_Changes: TypeAlias = Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]
+_Changes: TypeAlias = Callable[[Path, bytes, Sequence[Path], _Ranges], Iterable[SourceChange]]
+"""Changes of a file with its bytes, among all files of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +83,23 @@ class SourceFault:
 
 
 def _change_each(what: str, apply: bytes | Callable[[Path], None]) -> _Changes:
-    return lambda files, payload: (SourceChange(f"{file.name} {what}", file, apply) for file in files)
+    return lambda file, *_: [SourceChange(f"{file.name} {what}", file, apply)]
 
 
-def _truncate(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
-    for file in files:
-        content = file.read_bytes()
-        random_ = random.Random(file.name)  # noqa: S311  seeded: the same lengths on every run
-        shares = [0.5, 0.99, *(random_.random() for _ in range(4))]
-        lengths = {1, len(content) - 1, *(int(len(content) * share) for share in shares)}
-        for length in sorted(length for length in lengths if 0 < length < len(content)):
-            yield SourceChange(f"{file.name} cut to {length} of {len(content)} bytes", file, content[:length])
+def _truncate(file: Path, content: bytes, files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
+    random_ = random.Random(file.name)  # noqa: S311  seeded: the same lengths on every run
+    shares = [0.5, 0.99, *(random_.random() for _ in range(4))]
+    lengths = {1, len(content) - 1, *(int(len(content) * share) for share in shares)}
+    for length in sorted(length for length in lengths if 0 < length < len(content)):
+        yield SourceChange(f"{file.name} cut to {length} of {len(content)} bytes", file, content[:length])
 
 
-def _zero_tail(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
-    for file in files:
-        content = file.read_bytes()
-        for share in (0.1, 0.6, 0.95):
-            start = int(len(content) * share)
-            if any(content[start:]):
-                zeros = content[:start] + bytes(len(content) - start)
-                yield SourceChange(f"{file.name} zeros from byte {start} on", file, zeros)
+def _zero_tail(file: Path, content: bytes, files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
+    for share in (0.1, 0.6, 0.95):
+        start = int(len(content) * share)
+        if any(content[start:]):
+            zeros = content[:start] + bytes(len(content) - start)
+            yield SourceChange(f"{file.name} zeros from byte {start} on", file, zeros)
 
 
 def _flips(content: bytes, places: Sequence[int], file: Path) -> Iterator[SourceChange]:
@@ -113,35 +110,29 @@ def _flips(content: bytes, places: Sequence[int], file: Path) -> Iterator[Source
         yield SourceChange(f"{file.name} bit {bit} of byte {at} flipped", file, bytes(flipped))
 
 
-def _flip_payload(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
-    for file in files:
-        content = file.read_bytes()
-        ranges = payload.get(os.path.realpath(file), ())
-        random_ = random.Random(file.name)  # noqa: S311
-        places = {place for first, end in ranges for place in (first, random_.randrange(first, end), end - 1)}
-        yield from _flips(content, random_.sample(sorted(places), min(len(places), 12)), file)
+def _flip_payload(file: Path, content: bytes, files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
+    random_ = random.Random(file.name)  # noqa: S311
+    places = {place for first, end in payload for place in (first, random_.randrange(first, end), end - 1)}
+    yield from _flips(content, random_.sample(sorted(places), min(len(places), 12)), file)
 
 
-def _flip_metadata(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
+def _flip_metadata(file: Path, content: bytes, files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
     num_flips = max(8, 120 // len(files))
-    for file in files:
-        content = file.read_bytes()
-        is_payload = bytearray(len(content))
-        for first, end in payload.get(os.path.realpath(file), ()):
-            is_payload[first:end] = b"\1" * (end - first)
-        # Zeros and Z are mostly torch's padding, where a flip has no effect.
-        places = [at for at, byte in enumerate(content) if not is_payload[at] and byte not in b"\0Z"]
-        random_ = random.Random(file.name)  # noqa: S311
-        yield from _flips(content, sorted(random_.sample(places, min(len(places), num_flips))), file)
+    is_payload = bytearray(len(content))
+    for first, end in payload:
+        is_payload[first:end] = b"\1" * (end - first)
+    # Zeros and Z are mostly torch's padding, where a flip has no effect.
+    places = [at for at, byte in enumerate(content) if not is_payload[at] and byte not in b"\0Z"]
+    random_ = random.Random(file.name)  # noqa: S311
+    yield from _flips(content, sorted(random_.sample(places, min(len(places), num_flips))), file)
 
 
-def _copy_other_rank(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
-    for file in files:
-        for other in files:
-            same = file.suffix == other.suffix and file.parent == other.parent and file.name != other.name
-            content = other.read_bytes() if same else b""
-            if same and len(content) == file.stat().st_size and content != file.read_bytes():
-                yield SourceChange(f"{file.name} is a copy of {other.name}", file, content)
+def _copy_other_rank(file: Path, content: bytes, files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
+    for other in files:
+        if file.suffix == other.suffix and file.parent == other.parent and file.name != other.name:
+            copied = other.read_bytes()
+            if len(copied) == len(content) and copied != content:
+                yield SourceChange(f"{file.name} is a copy of {other.name}", file, copied)
 
 
 def _link_outside(file: Path) -> None:
@@ -182,8 +173,6 @@ FAULTS: Mapping[str, SourceFault] = {
 }
 """Name -> fault, in the order of the table in docs/formats.md."""
 
-
-# ---- hostile pickles
 
 _COMMAND = f">{MARKER}".encode()
 _ARGUMENT = b"X" + struct.pack("<I", len(_COMMAND)) + _COMMAND
@@ -242,8 +231,6 @@ def _with_pickle(content: bytes, start: int, code: bytes) -> bytes | None:
         at += 4
     return bytes(changed)
 
-
-# ---- paths
 
 _MIN_NAME_NBYTES = 6
 
@@ -437,7 +424,12 @@ class ReaderContract:
         kind = FAULTS[fault]
         wanted = self.exit_codes.get(fault, kind.exit_codes)
         wrong, blind, refused = [], 0, list[SourceChange]()
-        for change in kind.changes(files, payload):
+        changes = (
+            change
+            for file in files
+            for change in kind.changes(file, file.read_bytes(), files, payload.get(os.path.realpath(file), ()))
+        )
+        for change in changes:
             error, is_right = self._gather_after(source, change)
             refused += [] if error is None else [change]
             if error is None and not is_right:

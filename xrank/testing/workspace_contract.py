@@ -34,7 +34,7 @@ from xrank.errors import CorruptError, IncompleteError
 from xrank.ranks.wire import MessageWorkspace
 from xrank.workspace.base import Workspace
 
-# ruff: noqa: D102 (a test's name describes the test)
+# ruff: noqa: D102, S311 (a test's name describes the test; random numbers are seeded)
 
 
 MakeWorkspace: TypeAlias = Callable[..., Workspace]
@@ -259,9 +259,6 @@ def _read(workspace: Workspace, rank: int) -> tuple[dict[str, Any], dict[str, to
     config, weights = workspace.read_configs_and_weights_from_rank(rank)
     assert config is not None and weights is not None
     return config, weights
-
-
-# ruff: noqa: D102, S311 (a test's name describes the test; random numbers are seeded)
 
 
 MakeMessageWorkspace: TypeAlias = Callable[..., MessageWorkspace]

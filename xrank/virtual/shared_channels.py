@@ -72,8 +72,6 @@ class SharedMemory:
     """A pipe to each process of a run, and memory for each one's arrays, which takes pages only as it is written."""
 
     def __init__(self, devices: Sequence[int]) -> None:
-        if not hasattr(os, "pidfd_open"):
-            raise UsageError("devices as processes need Linux", next_step='give engine="in-process"')
         self.ends = (*devices, HOST)
         self.inboxes: dict[int, int] = {}
         """The reading descriptors of the pipes; a process keeps its own alone."""
