@@ -3,7 +3,7 @@
 import numpy as np
 
 from xrank.virtual.arrays import ArraySpec
-from xrank.virtual.programs import ALWAYS_PUSH, ROOTED, Send, SendSlot, Take, course
+from xrank.virtual.programs import ALWAYS_PUSH, ROOTED, Send, Take, course
 
 
 def step_nbytes(collective, algorithm, given, member, *, dim=0, root=0):
@@ -22,11 +22,11 @@ def step_nbytes(collective, algorithm, given, member, *, dim=0, root=0):
         if collective == "reduce_scatter" and ring:
             return part(given[0], step.slot)
         if collective in ("reduce_scatter", "all_to_all"):
-            return part(given[member], step.member) if isinstance(step, SendSlot) else part(given[step.member], member)
+            return part(given[member], step.member) if step.does == "send" else part(given[step.member], member)
         return given[step.slot].nbytes
 
     steps = course(collective, algorithm, len(given), member, root).steps
-    return [(isinstance(step, SendSlot), step.member, nbytes(step)) for step in steps]
+    return [(step.does == "send", step.member, nbytes(step)) for step in steps]
 
 
 def _size(spec):

@@ -51,10 +51,8 @@ from xrank.virtual.programs import (
     Operation,
     Program,
     Receive,
-    ReceiveSlot,
     Return,
     Send,
-    SendSlot,
     Statistics,
     Take,
     Traffic,
@@ -112,7 +110,7 @@ class CollectiveCall:
         elif self.collective in ("all_gather", "gather") and self.dim is not None:
             wanted = dict.fromkeys(range(size), with_length(spec_of(own), self.dim, -1))
         for step in self.course.steps:
-            if isinstance(step, SendSlot):
+            if step.does == "send":
                 array = self.slots[step.slot]
                 links.to_device(self.members[step.member]).send(array, self.heading)
                 traffic += Traffic(0, 1, 0, array.nbytes, 0)
@@ -165,7 +163,7 @@ class CollectiveCall:
                 return reshape(self._finish_mean(whole), spec_of(brought).shape)
             case "one":
                 one = self.slots[self.course.slot]
-                received = {step.slot for step in self.course.steps if isinstance(step, ReceiveSlot)}
+                received = {step.slot for step in self.course.steps if step.does == "receive"}
                 return self._finish_mean(one if self.course.slot in received else copy_of(one))
         return None
 

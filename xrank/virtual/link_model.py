@@ -24,7 +24,6 @@ from xrank.virtual.programs import (
     Receive,
     Return,
     Send,
-    SendSlot,
     Take,
     check_algorithm,
     check_group,
@@ -409,7 +408,7 @@ class _Play:
         sent, waited = np.zeros(len(group)), np.zeros(len(group))
         collective, given, dim = call.instruction.collective, call.instruction.given, call.instruction.dim
         for step, nbytes in iterate_steps(collective, self.algorithm, given, dim):
-            if isinstance(step, SendSlot):
+            if step.does == "send":
                 now = now + nbytes / bandwidth
                 sent += nbytes / bandwidth
                 # The roll moves each sender's arrival time to its receiver. Receives that follow one another take all
@@ -466,5 +465,7 @@ class _Play:
                         collective, self.algorithm, given, group.index(device), dim=dim, root=root
                     ):
                         other = group[step.member]
-                        is_sent = isinstance(step, SendSlot)
-                        yield (nbytes / bandwidth, other, None, latency) if is_sent else (0.0, None, other, 0.0)
+                        if step.does == "send":
+                            yield nbytes / bandwidth, other, None, latency
+                        else:
+                            yield 0.0, None, other, 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -119,24 +119,14 @@ REDUCTIONS = ("sum", "mean", "max", "min", "prod")
 ROOTED = frozenset(("broadcast", "gather", "scatter"))
 
 
-@dataclass(frozen=True, slots=True)
-class SendSlot:
-    """Send a slot to a member, given by its place in the group."""
+class Step(NamedTuple):
+    """Send a slot to a member, given by its place in the group, or receive one from it."""
 
-    member: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveSlot:
-    """Receive from a member into a slot; `fold` reduces the received array with the slot's array."""
-
+    does: Literal["send", "receive"]
     member: int
     slot: int
     fold: bool = False
-
-
-Step: TypeAlias = SendSlot | ReceiveSlot
+    """Whether the received array is reduced with the slot's array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +156,7 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
     """Return the steps of one member; `member` and `root` are places in the group.
 
     >>> course("broadcast", "ring", size=3, member=1).steps
-    (ReceiveSlot(member=0, slot=0, fold=False), SendSlot(member=2, slot=0))
+    (Step(does='receive', member=0, slot=0, fold=False), Step(does='send', member=2, slot=0, fold=False))
     """
     ring = algorithm == "ring" and collective not in ALWAYS_PUSH
     # The next one first, so that simultaneous sends have distinct first targets.
@@ -190,32 +180,24 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
             return Course("parts", _exchange_directly(others, lambda other: other), "reduce")
         case "all_to_all":
             return Course("parts", _exchange_directly(others, lambda other: other), "all")
-        case "broadcast":
-            if ring:
-                received = (ReceiveSlot((member - 1) % size, root),) if member != root else ()
-                after = (member + 1) % size
-                steps = (*received, SendSlot(after, root)) if after != root else received
-            else:
-                steps = tuple(SendSlot(one, root) for one in others) if member == root else (ReceiveSlot(root, root),)
-            return Course("whole" if member == root else "nothing", steps, "one", root)
-        case "scatter":
-            if ring:
+        case "broadcast" | "scatter" | "gather":
+            is_broadcast, after = collective == "broadcast", (member + 1) % size
+            own = root if is_broadcast else member
+            if ring and is_broadcast:
+                steps = (Step("receive", (member - 1) % size, root), Step("send", after, root))
+                steps = steps[member == root : 1 + (after != root)]  # the root has it, and the last one keeps it
+            elif ring:
                 steps = _send_along_ring(size, member, root)
+            elif member == root:
+                steps = tuple(Step("send", one, root if is_broadcast else one) for one in others)
             else:
-                steps = tuple(SendSlot(one, one) for one in others) if member == root else (ReceiveSlot(root, member),)
-            return Course("parts" if member == root else "nothing", steps, "one", member)
-        case "gather":
-            if ring:
-                # The scatter backwards in time: the nearest member's slot comes first.
-                steps = tuple(
-                    ReceiveSlot(step.member, step.slot)
-                    if isinstance(step, SendSlot)
-                    else SendSlot(step.member, step.slot)
-                    for step in reversed(_send_along_ring(size, member, root))
-                )
-            else:
-                steps = tuple(ReceiveSlot(one, one) for one in others) if member == root else (SendSlot(root, member),)
-            return Course("whole", steps, "all" if member == root else "nothing")
+                steps = (Step("receive", root, own),)
+            if collective == "gather":
+                # The scatter backwards in time; without a ring, the root receives in the order of its group.
+                turned = reversed(steps) if ring else steps
+                steps = tuple(Step("receive" if it.does == "send" else "send", it.member, it.slot) for it in turned)
+                return Course("whole", steps, "all" if member == root else "nothing")
+            return Course("nothing" if member != root else "whole" if is_broadcast else "parts", steps, "one", own)
         case _:
             raise UsageError(
                 f"unknown collective {collective!r}", got=repr(collective), want=f"one of {list(COLLECTIVES)}"
@@ -245,7 +227,7 @@ def iterate_steps(
         shorts, longer = np.divmod(lengths, size)
         each = slots // np.maximum(lengths, 1)
     for step in course(collective, algorithm, size, 0).steps:
-        if isinstance(step, ReceiveSlot):
+        if step.does == "receive":
             yield step, none
         elif len(each):
             # As numpy.array_split cuts: the first `longer` parts have one element of the dim more.
@@ -273,7 +255,7 @@ def count_traffic(
         return tuple(
             sum(
                 (
-                    Traffic(0, 1, 0, nbytes, 0) if isinstance(step, SendSlot) else Traffic(0, 0, 1, 0, nbytes)
+                    Traffic(0, 1, 0, nbytes, 0) if step.does == "send" else Traffic(0, 0, 1, 0, nbytes)
                     for step, nbytes in rooted_steps(collective, algorithm, given, member, dim=dim, root=root)
                 ),
                 Traffic(1),
@@ -282,7 +264,7 @@ def count_traffic(
         )
     sent, received, messages = np.zeros(size, np.int64), np.zeros(size, np.int64), 0
     for step, nbytes in iterate_steps(collective, algorithm, given, dim):
-        if isinstance(step, SendSlot):
+        if step.does == "send":
             sent += nbytes
             received += np.roll(nbytes, step.member)
             messages += 1
@@ -296,8 +278,8 @@ def _cut_spec(spec: ArraySpec, size: int, dim: int) -> list[ArraySpec]:
 def _exchange_directly(others: tuple[int, ...], slot_for: Callable[[int], int]) -> tuple[Step, ...]:
     """Return the sends of a slot to every other member, then the receives, each into the slot of its sender."""
     # Receives in the order of arrival: the previous member sends to this one first, the next one last.
-    sends = tuple(SendSlot(other, slot_for(other)) for other in others)
-    return (*sends, *(ReceiveSlot(other, other) for other in reversed(others)))
+    sends = tuple(Step("send", other, slot_for(other)) for other in others)
+    return (*sends, *(Step("receive", other, other) for other in reversed(others)))
 
 
 def _pass_around(size: int, member: int, first: int, *, fold: bool = False) -> tuple[Step, ...]:
@@ -306,7 +288,7 @@ def _pass_around(size: int, member: int, first: int, *, fold: bool = False) -> t
     steps: list[Step] = []
     for turn in range(size - 1):
         # Each turn sends on the slot that the last turn brought.
-        steps += (SendSlot(after, (first - turn) % size), ReceiveSlot(before, (first - turn - 1) % size, fold))
+        steps += (Step("send", after, (first - turn) % size), Step("receive", before, (first - turn - 1) % size, fold))
     return tuple(steps)
 
 
@@ -318,9 +300,9 @@ def _send_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
     # With the farthest slot first, members forward while the root still sends.
     for farther in range(size - 1, distance, -1):
         slot = (root + farther) % size
-        steps += (ReceiveSlot(before, slot), SendSlot(after, slot)) if distance else (SendSlot(after, slot),)
+        steps += [Step("receive", before, slot), Step("send", after, slot)][not distance :]
     if distance:
-        steps.append(ReceiveSlot(before, member))
+        steps.append(Step("receive", before, member))
     return tuple(steps)
 
 
