@@ -133,12 +133,8 @@ def read_layout_file(file: str) -> LayoutFile:
         got = f"{error.reason} at byte {error.start}"
         raise LayoutError(f"the layout file {file} is not text", file=file, got=got, want="UTF-8") from error
     except ValueError as error:
-        raise LayoutError(
-            f"the layout file {file} is not TOML: {error}",
-            file=file,
-            want="TOML",
-            next_step=f"correct the file, then {AGAIN}",
-        ) from error
+        what = f"the layout file {file} is not TOML: {error}"
+        raise LayoutError(what, file=file, want="TOML", next_step=f"correct the file, then {AGAIN}") from error
     return parse_tables(tables, file)
 
 
@@ -236,22 +232,6 @@ def to_text(content: LayoutFile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_text(text: str, file: str) -> None:
-    """Write a layout file, whole or not at all; LayoutError unless it is Unicode, UsageError if it cannot be made."""
-    try:
-        content = text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise LayoutError(
-            "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
-        ) from error
-    try:
-        write_whole(content, file)  # an incomplete layout file would be read as one with fewer rules
-    except OSError as error:
-        what = f"the layout file {file} cannot be written: {error.strerror}"
-        next_step = "write the file into a folder that exists and may be written to"
-        raise UsageError(what, file=file, next_step=next_step) from error
-
-
 def _quote(text: str) -> str:
     """Return the text as a TOML basic string: quotes, backslashes and control characters escaped."""
     return '"' + "".join(_ESCAPES.get(c, c) for c in text) + '"'
@@ -318,26 +298,10 @@ class LayoutDiff(Struct, frozen=True):
         return any((self.added, self.removed, self.changed, self.mesh, self.sizes, self.aliases))
 
 
-def diff_files(old: LayoutFile, new: LayoutFile) -> LayoutDiff:
-    """Return the differences of the second layout file from the first."""
-    rules = _changes(old.rules, new.rules)
-    return LayoutDiff(
-        added=tuple(change for change in rules if change.old is None),
-        removed=tuple(change for change in rules if change.new is None),
-        changed=tuple(change for change in rules if change.old is not None and change.new is not None),
-        mesh=_changes(_mesh_texts(old), _mesh_texts(new)),
-        sizes=_changes(_texts(old.sizes), _texts(new.sizes)),
-        aliases=_changes(old.aliases, new.aliases),
-    )
-
-
-def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[LayoutChange, ...]:
-    changes = (LayoutChange(name, old.get(name), new.get(name)) for name in {**old, **new})
+def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[LayoutChange, ...]:
+    texts = [{name: str(value) for name, value in each.items()} for each in (old, new)]
+    changes = (LayoutChange(name, *(each.get(name) for each in texts)) for name in {**old, **new})
     return tuple(change for change in changes if change.old != change.new)
-
-
-def _texts(numbers: Mapping[str, int]) -> dict[str, str]:
-    return {name: str(number) for name, number in numbers.items()}
 
 
 def _mesh_texts(content: LayoutFile) -> dict[str, str]:
@@ -505,7 +469,16 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             LayoutError: a layout has another mesh than the map, or a name cannot be text in a file.
             UsageError: the file cannot be written.
         """
-        write_text(to_text(self._content()), os.fspath(path))
+        text, file = to_text(self._content()), os.fspath(path)
+        try:
+            write_whole(text.encode("utf-8"), file)  # an incomplete file would be read as one with fewer rules
+        except UnicodeEncodeError as error:
+            what = "a name in the LayoutMap cannot be written as UTF-8"
+            raise LayoutError(what, file=file, got=ascii(error.object[error.start])) from error
+        except OSError as error:
+            what = f"the layout file {file} cannot be written: {error.strerror}"
+            next_step = "write the file into a folder that exists and may be written to"
+            raise UsageError(what, file=file, next_step=next_step) from error
 
     def diff(self, other: LayoutMap) -> LayoutDiff:
         """Return the differences from this map, the old one, to another map, the new one.
@@ -513,7 +486,16 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         Raises:
             LayoutError: a file cannot express one of the maps.
         """
-        return diff_files(self._content(), other._content())
+        old, new = self._content(), other._content()
+        rules = _changes(old.rules, new.rules)
+        return LayoutDiff(
+            added=tuple(change for change in rules if change.old is None),
+            removed=tuple(change for change in rules if change.new is None),
+            changed=tuple(change for change in rules if change.old is not None and change.new is not None),
+            mesh=_changes(_mesh_texts(old), _mesh_texts(new)),
+            sizes=_changes(old.sizes, new.sizes),
+            aliases=_changes(old.aliases, new.aliases),
+        )
 
     def _parts(self) -> tuple[object, ...]:
         return self.device_mesh, self.views, self.sizes, self._layouts, self.companions, self.aliases
@@ -656,9 +638,8 @@ def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
             raise LayoutError(f"{companion} {problem}", got=f"{given} dims", want=f"{num_dims} dims")
         return companion.blocks
     if companion.dim >= num_dims:
-        raise LayoutError(
-            f"{companion} packs a dim that the tensor lacks", got=str(companion.dim), want=f"0 to {num_dims - 1}"
-        )
+        what = f"{companion} packs a dim that the tensor lacks"
+        raise LayoutError(what, got=str(companion.dim), want=f"0 to {num_dims - 1}")
     return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))
 
 
@@ -699,18 +680,13 @@ def _divide(part: DimPart, block: int, at: PlacedDim) -> DimPart:
     """Return a dim in blocks; every bound of the rank's part must be between two blocks, or at the dim's end."""
     if block == 1:
         return part
-    if _is_whole(part):  # the blocks do not depend on how the nests cut the dim
+    if part.local_size == part.global_size == sum(map(size, part.nests)) > 0 and all(
+        nest.x == nest.y and all(xs == ys for _, xs, ys in nest.loops) for nest in part.nests
+    ):  # each element at its global place: the blocks do not depend on how the nests cut the dim
         count = -(-part.global_size // block)
         return DimPart(count, count, (Nest(0, 0, ((count, 1, 1),)),) if count > 1 else (Nest(0, 0),))
     nests = tuple(divide_nest(nest, part.global_size, block, at) for nest in part.nests)
     return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
-
-
-def _is_whole(part: DimPart) -> bool:
-    """Return whether a rank holds the whole dim, each element at its global place."""
-    return part.local_size == part.global_size == sum(map(size, part.nests)) > 0 and all(
-        nest.x == nest.y and all(xs == ys for _, xs, ys in nest.loops) for nest in part.nests
-    )
 
 
 def divide_nest(nest: Nest, global_size: int, block: int, at: PlacedDim) -> Nest:

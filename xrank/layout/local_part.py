@@ -38,6 +38,14 @@ from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound
 
 names_of_dim = lru_cache(maxsize=4096)(size_names_of)
 count_names_of_dim = lru_cache(maxsize=4096)(count_names_of)
+
+
+@lru_cache(maxsize=4096)
+def _names_of(tree: LayoutTree) -> tuple[str, ...]:
+    """Return all names in a layout's sizes and counts, each once."""
+    return tuple(dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of_dim(dim))))
+
+
 _check_sound = lru_cache(maxsize=4096)(lambda tree, lengths: check_sound(tree, dict(lengths)))
 
 
@@ -57,10 +65,9 @@ def bind(
         raise LayoutError(what, got=f"shape {tuple(shape)}", want=f"{len(dims)} dims")
     bound = collect_known_names(tree, lengths, sizes)
     solve_dims(tree, dict(enumerate(shape)), bound)
-    for dim in dims:
-        for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
-            if name not in bound:
-                raise unknown_size_error(f"the layout {render(tree)}", name)
+    for name in _names_of(tree):
+        if name not in bound:
+            raise unknown_size_error(f"the layout {render(tree)}", name)
     # A dim without an unknown name has not been compared with the shape yet.
     for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         held = global_size(dim, bound)
@@ -74,18 +81,14 @@ def bind(
 def collect_known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the names that are known without a shape; a name that is both a size and an axis is refused."""
     bound: dict[str, int] = {}
-    for dim in tree.dims:
-        for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
-            if name in sizes:
-                if name in lengths:
-                    what = f"{name!r} is both a size and an axis in the layout {render(tree)}"
-                    got = f"size {sizes[name]}, axis of length {lengths[name]}"
-                    raise LayoutError(what, got=got, want="another name for the size")
-                bound[name] = sizes[name]
-        for name in count_names_of_dim(dim):
+    for name in _names_of(tree):
+        if name in sizes:
             if name in lengths:
-                bound[name] = lengths[name]
-    return bound
+                what = f"{name!r} is both a size and an axis in the layout {render(tree)}"
+                got = f"size {sizes[name]}, axis of length {lengths[name]}"
+                raise LayoutError(what, got=got, want="another name for the size")
+            bound[name] = sizes[name]
+    return {**bound, **dict(_count_lengths(tree, lengths))}
 
 
 def solve_dims(tree: LayoutTree, shape: Mapping[int, int], bound: dict[str, int]) -> None:
@@ -213,9 +216,8 @@ class DimPart(Struct, frozen=True):
     local_size: int
     nests: tuple[Nest, ...]
 
-
-UNIT = DimPart(1, 1, (Nest(0, 0),))
-"""A dim with one index: the empty product."""
+    def __post_init__(self) -> None:
+        check_limits(self.global_size, self.local_size, len(self.nests))
 
 
 @lru_cache(maxsize=16_384)
@@ -247,7 +249,7 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
             low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
             kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
             nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
-            return _check(DimPart(inner.global_size, high - low, nests))
+            return DimPart(inner.global_size, high - low, nests)
         case Flat(members, multiple):
             whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
             return whole if multiple is None else _pad(whole, multiple, sizes)
@@ -258,11 +260,10 @@ _axes_of = lru_cache(maxsize=4096)(axes_of)
 
 def product_of(parts: Iterable[DimPart]) -> DimPart:
     """Multiply index spaces, major first: indices of a space are scaled by the sizes of all later ones."""
-    whole = UNIT
+    whole = DimPart(1, 1, (Nest(0, 0),))
     for minor in parts:
         # Before the product is made: two parts within the limit may have 2^28 pairs.
-        if len(whole.nests) * len(minor.nests) > MAX_NESTS:
-            raise _limit_error(len(whole.nests) * len(minor.nests))
+        check_limits(0, 0, len(whole.nests) * len(minor.nests))
         local_size, global_size = minor.local_size, minor.global_size
         nests = tuple(
             canonical(
@@ -275,7 +276,7 @@ def product_of(parts: Iterable[DimPart]) -> DimPart:
             for a in whole.nests
             for b in minor.nests
         )
-        whole = _check(DimPart(whole.global_size * global_size, whole.local_size * local_size, nests))
+        whole = DimPart(whole.global_size * global_size, whole.local_size * local_size, nests)
     return whole
 
 
@@ -287,12 +288,12 @@ def _end_to_end(parts: Iterable[DimPart]) -> DimPart:
         nests += (Nest(x + local_size, y + global_size, loops) for x, y, loops in part.nests)
         local_size += part.local_size
         global_size += part.global_size
-    return _check(DimPart(global_size, local_size, tuple(nests)))
+    return DimPart(global_size, local_size, tuple(nests))
 
 
 def _pad(part: DimPart, multiple: Count, sizes: Mapping[str, int]) -> DimPart:
     step = evaluate_count(multiple, sizes)
-    return _check(DimPart(part.global_size, -(-part.local_size // step) * step, part.nests))
+    return DimPart(part.global_size, -(-part.local_size // step) * step, part.nests)
 
 
 def evaluate_count(count: Count, sizes: Mapping[str, int], least: int = 1) -> int:
@@ -364,11 +365,6 @@ def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapp
     return bounds
 
 
-def _check(part: DimPart) -> DimPart:
-    check_limits(part.global_size, part.local_size, len(part.nests))
-    return part
-
-
 def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
     """Refuse a dim with more elements than addresses, or more nests than `MAX_NESTS`."""
     if max(global_size, local_size) > MAX_SIZE:
@@ -376,12 +372,8 @@ def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
         got = f"{max(global_size, local_size):,}"
         raise LayoutError(what, got=got, want=f"at most {MAX_SIZE:,}")
     if num_nests > MAX_NESTS:
-        raise _limit_error(num_nests)
-
-
-def _limit_error(num_nests: int) -> LayoutError:
-    what = "a layout cuts one rank's part of a tensor into too many pieces"
-    return LayoutError(what, got=f"{num_nests:,} pieces", want=f"at most {MAX_NESTS:,}")
+        what = "a layout cuts one rank's part of a tensor into too many pieces"
+        raise LayoutError(what, got=f"{num_nests:,} pieces", want=f"at most {MAX_NESTS:,}")
 
 
 class LocalPart(Struct, frozen=True):
@@ -486,8 +478,7 @@ def places_of(
 
 
 def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
-    names = dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of_dim(dim)))
-    return tuple((name, sizes[name]) for name in names if name in sizes)
+    return tuple((name, sizes[name]) for name in _names_of(tree) if name in sizes)
 
 
 def _count_lengths(tree: LayoutTree, lengths: Mapping[str, int]) -> Sizes:
@@ -569,7 +560,9 @@ def infer_shape(
         what = f"no rank's local shape is given for the layout {layout}"
         raise IncompleteError(what, want="one rank or more", next_step=_GIVE_ALL)
     holders = {rank: places for rank, places in at.items() if places is not None}
-    inferred = _Inference(layout, mesh, shapes, holders, check_sizes(sizes)).shape()
+    lengths = axis_lengths(mesh, layout.view_mesh)
+    bound = collect_known_names(layout.tree, lengths, check_sizes(sizes))
+    inferred = _Inference(layout, mesh, shapes, holders, lengths, bound).shape()
     for rank, shape in shapes.items():
         # The sizes came from sums over ranks and loose rules, which a wrong layout may also satisfy.
         expected = local_part(layout, mesh, mesh.coordinate(rank), inferred, sizes=sizes)
@@ -587,98 +580,93 @@ def _places_by_axis(layout: TensorLayout, mesh: DeviceMesh, rank: int) -> dict[s
     return {axis: place for axis, _, place in places_of(layout, mesh, coordinate)[1]}
 
 
-class _Inference:
+class _Inference(Struct):
     """The local shapes of one tensor, and the sizes that they determine."""
 
-    def __init__(
-        self,
-        layout: TensorLayout,
-        mesh: DeviceMesh,
-        shapes: Mapping[int, tuple[int, ...]],
-        holders: Mapping[int, Mapping[str, int]],
-        sizes: Mapping[str, int],
-    ) -> None:
-        self._layout, self._mesh = layout, mesh
-        self._shapes, self._holders = shapes, holders
-        self._lengths = axis_lengths(mesh, layout.view_mesh)
-        self._bound = collect_known_names(layout.tree, self._lengths, sizes)
+    layout: TensorLayout
+    mesh: DeviceMesh
+    shapes: Mapping[int, tuple[int, ...]]
+    holders: Mapping[int, Mapping[str, int]]
+    """Rank -> its place along each axis."""
+    lengths: Mapping[str, int]
+    bound: dict[str, int]
 
     def shape(self) -> tuple[int, ...]:
-        dims = self._layout.dims
+        dims = self.layout.dims
         observed = [self._local_sizes(i) for i in range(len(dims))]
         # If the parts at all places partition the dim, its size is their sum, and its names are not needed.
         found = {i: sum(observed[i].values()) for i, dim in enumerate(dims) if _is_partition(dim)}
-        solve_dims(self._layout.tree, found, self._bound)
+        solve_dims(self.layout.tree, found, self.bound)
         waiting = [i for i in range(len(dims)) if i not in found]
         # Dims with fewer unknown names first: they may determine names of other dims.
         waiting.sort(key=lambda i: len(self._unknown(dims[i])))
         for i in waiting:
             unknown = self._unknown(dims[i])
             if len(unknown) > 1:
-                raise unknown_size_error(f"the layout {self._layout}", unknown[0])
+                raise unknown_size_error(f"the layout {self.layout}", unknown[0])
             for name in count_names_of_dim(dims[i]):
-                if name not in self._bound:
-                    raise unknown_size_error(f"the layout {self._layout}", name)
+                if name not in self.bound:
+                    raise unknown_size_error(f"the layout {self.layout}", name)
             for name in unknown:
-                self._bound[name] = self._solve_name(i, name, observed[i])
-            found[i] = global_size(dims[i], self._bound)
+                self.bound[name] = self._solve_name(i, name, observed[i])
+            found[i] = global_size(dims[i], self.bound)
         return tuple(found[i] for i in range(len(dims)))
 
     def _unknown(self, dim: Node) -> list[str]:
-        return [name for name in names_of_dim(dim) if name not in self._bound]
+        return [name for name in names_of_dim(dim) if name not in self.bound]
 
     def _local_sizes(self, dim: int) -> dict[_Place, int]:
         """Return a dim's local size at each place along the axes that cut it."""
-        axes = self._layout.cut_axes[dim]
+        axes = self.layout.cut_axes[dim]
         first_at: dict[_Place, int] = {}
-        for rank, shape in self._shapes.items():
-            place = tuple(self._holders[rank][axis] for axis in axes)
+        for rank, shape in self.shapes.items():
+            place = tuple(self.holders[rank][axis] for axis in axes)
             first = first_at.setdefault(place, rank)
-            if self._shapes[first][dim] != shape[dim]:
-                what = f"ranks {first} and {rank} hold the same part of dim {dim} of the layout {self._layout}"
-                got, want = f"rank {first}: {self._shapes[first]}, rank {rank}: {shape}", "equal sizes of that dim"
+            if self.shapes[first][dim] != shape[dim]:
+                what = f"ranks {first} and {rank} hold the same part of dim {dim} of the layout {self.layout}"
+                got, want = f"rank {first}: {self.shapes[first]}, rank {rank}: {shape}", "equal sizes of that dim"
                 raise LayoutError(f"{what}, with different sizes", rank=rank, got=got, want=want, next_step=_CORRECT)
         for place in self._places(axes):
             if place not in first_at:
                 where = ", ".join(f"{axis}={at}" for axis, at in zip(axes, place, strict=True))
-                what = f"no rank's local shape is given at {where}, which dim {dim} of the layout {self._layout} needs"
-                got = f"ranks {sorted(self._shapes)[:16]}"
+                what = f"no rank's local shape is given at {where}, which dim {dim} of the layout {self.layout} needs"
+                got = f"ranks {sorted(self.shapes)[:16]}"
                 raise IncompleteError(what, got=got, want=f"a rank at {where}", next_step=_GIVE_ALL)
-        return {place: self._shapes[rank][dim] for place, rank in first_at.items()}
+        return {place: self.shapes[rank][dim] for place, rank in first_at.items()}
 
     def _places(self, axes: Sequence[str]) -> Iterator[_Place]:
         """Yield the places of the mesh along these axes."""
-        if self._layout.view_mesh is None:
-            yield from product(*(range(self._lengths[axis]) for axis in axes))
+        if self.layout.view_mesh is None:
+            yield from product(*(range(self.lengths[axis]) for axis in axes))
             return
         # Axes of the mesh and of its view depend on each other, so only the ranks' coordinates are places.
-        for rank in self._mesh.ranks:
-            at = _places_by_axis(self._layout, self._mesh, rank)
+        for rank in self.mesh.ranks:
+            at = _places_by_axis(self.layout, self.mesh, rank)
             if at is not None:
                 yield tuple(at[axis] for axis in axes)
 
     def _solve_name(self, i: int, name: str, observed: Mapping[_Place, int]) -> int:
         """Return the only size of a name that gives a dim the local sizes on ranks."""
-        dim, axes = self._layout.dims[i], self._layout.cut_axes[i]
+        dim, axes = self.layout.dims[i], self.layout.cut_axes[i]
         target = sum(observed.values())
 
         def total(value: int) -> int:
             # Strict rules would raise at candidates that do not divide, and a binary search needs a value for each.
-            sizes = {**self._bound, name: value}
+            sizes = {**self.bound, name: value}
             at = (dict(zip(axes, place, strict=True)) for place in observed)
-            return sum(_loose_size(dim, sizes, self._lengths, places) for places in at)
+            return sum(_loose_size(dim, sizes, self.lengths, places) for places in at)
 
         # Each position of the dim is on some rank, so no size exceeds the sum of the local sizes.
         least = find_least(total, target, target)
         if least is None or total(least) != target:
-            what = f"no size {name!r} gives the ranks dim {i} of the layout {self._layout}, {render_dim(dim)}"
+            what = f"no size {name!r} gives the ranks dim {i} of the layout {self.layout}, {render_dim(dim)}"
             got = f"local sizes {sorted(set(observed.values()))[:8]}"
             raise LayoutError(what, got=got, want="sizes that the layout gives", next_step=_CORRECT)
         # A pad rounds several sizes up to the same one; guessing among them would add or lose elements.
         over = find_least(total, target + 1, 2 * target + 1)
         most = target if over is None else over - 1
         if most > least:
-            what = f"the local shapes do not determine the size {name!r} of the layout {self._layout}"
+            what = f"the local shapes do not determine the size {name!r} of the layout {self.layout}"
             got = f"any size from {least} to {most} would give them"
             next_step = f"give it in sizes={{{name!r}: ...}}, in the [sizes] table of a layout file, or as a shape"
             raise LayoutError(what, got=got, want=f"the number that {name!r} stands for", next_step=next_step)

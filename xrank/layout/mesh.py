@@ -68,8 +68,7 @@ class DeviceMesh:
         # Before any list of ranks: a mistyped shape would fill the memory.
         lengths, names = _check_axes(shape, axis_names)
         size = prod(lengths)
-        flat = tuple(range(size)) if devices is None else tuple(_flatten(devices))
-        ranks, kind = _ranks_and_kind(flat)
+        ranks, kind = (tuple(range(size)), None) if devices is None else _ranks_and_kind(devices)
         if len(ranks) != size:
             received = tuple(getattr(devices, "shape", (len(ranks),)))
             what = f"Shape does not match the number of devices. Received: shape={lengths}; devices.shape={received}"
@@ -79,12 +78,9 @@ class DeviceMesh:
         if len(positions) != size:
             twice = next(rank for position, rank in enumerate(ranks) if positions[rank] != position)
             raise LayoutError(f"the mesh holds rank {twice} twice", rank=twice, want="each rank once")
-        object.__setattr__(self, "shape", lengths)
-        object.__setattr__(self, "axis_names", names)
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "device_kind", kind)
-        object.__setattr__(self, "_positions", positions)
-        object.__setattr__(self, "_hash", hash((lengths, names, ranks)))
+        values = (lengths, names, ranks, kind, positions, hash((lengths, names, ranks)))
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
         return self._hash
@@ -198,11 +194,8 @@ class DeviceMesh:
     def check_place(self, axis: str, place: int, length: int) -> None:
         """Refuse a place that an axis of the mesh or of its view, which is that long, does not have."""
         if not 0 <= place < length:
-            raise LayoutError(
-                f"the mesh {self.grid!r} has no place {place} along {axis!r}",
-                got=f"{axis}={place}",
-                want=f"0 to {length - 1}",
-            )
+            what = f"the mesh {self.grid!r} has no place {place} along {axis!r}"
+            raise LayoutError(what, got=f"{axis}={place}", want=f"0 to {length - 1}")
 
     def check_axes(self, axes: Iterable[str]) -> None:
         """Refuse names that are not axes of the mesh, or that occur twice."""
@@ -224,11 +217,9 @@ def _check_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[
     try:
         lengths, names = tuple(shape), tuple(axis_names)
     except TypeError:
-        raise LayoutError(
-            "Shape and axis_names are not sequences",
-            got=f"shape={shape!r}, axis_names={axis_names!r}",
-            want="shape=(2, 4), axis_names=('batch', 'model')",
-        ) from None
+        got = f"shape={shape!r}, axis_names={axis_names!r}"
+        want = "shape=(2, 4), axis_names=('batch', 'model')"
+        raise LayoutError("Shape and axis_names are not sequences", got=got, want=want) from None
 
     def refusal(problem: str, got: str | None = None, want: str | None = None) -> LayoutError:
         return LayoutError(f"{problem}. Received: shape={lengths}, axis_names={names}", got=got, want=want)
@@ -267,11 +258,11 @@ def _flatten(devices: Any) -> Iterator[int | str]:
         yield rank
 
 
-def _ranks_and_kind(devices: tuple[int | str, ...]) -> tuple[tuple[int, ...], str | None]:
+def _ranks_and_kind(devices: Any) -> tuple[tuple[int, ...], str | None]:
     """Return the ranks of devices, and the kind in their texts."""
     ranks: list[int] = []
     kinds: dict[str | None, None] = {}
-    for device in devices:
+    for device in _flatten(devices):
         match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
         if isinstance(device, str) and match is None:
             want = 'a rank, or a text such as "cuda:3"'

@@ -72,7 +72,7 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
         case Size(value):
             return whole_table(value if isinstance(value, int) else sizes[value], num_places)
         case Product(factors):
-            return product_table((compile_places(each, sizes, places, num_places) for each in factors), num_places)
+            return product_table([compile_places(each, sizes, places, num_places) for each in factors], num_places)
         case Parts(parts):
             return _end_to_end([compile_places(part.of, sizes, places, num_places) for part in parts])
         case Pad(of, multiple):
@@ -94,16 +94,9 @@ def whole_table(size: int, num_places: int) -> DimTable:
     return DimTable(size, np.full(num_places, size), np.arange(num_nests), NestTable(zeros, zeros, loops))
 
 
-def take_places(table: DimTable, chosen: IntArray) -> DimTable:
-    """Return the table of the chosen places, in that order and with repeats."""
-    rows, owner = rows_of(table.owner, chosen, len(table.local_sizes))
-    return DimTable(table.global_size, table.local_sizes[chosen], owner, table.nests.take(rows))
-
-
-def product_table(tables: Iterable[DimTable], num_places: int) -> DimTable:
+def product_table(tables: Sequence[DimTable], num_places: int) -> DimTable:
     """Multiply index spaces of the same places, major first; without tables the result has one index."""
-    found = list(tables)
-    return reduce(_times, found) if found else whole_table(1, num_places)
+    return reduce(_times, tables) if tables else whole_table(1, num_places)
 
 
 def _times(major: DimTable, minor: DimTable) -> DimTable:
@@ -263,7 +256,10 @@ def combine_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
         none = np.zeros(0, dtype=np.int64)
         return MeshParts(none, none, none, none, NestTable.from_nests(()))
     num_parts = int(placed.part.max()) + 1
-    tables = [take_places(table, index) for table, (_, _, index) in zip(dims, placed.dims, strict=True)]
+    tables = []
+    for table, (_, _, chosen) in zip(dims, placed.dims, strict=True):
+        rows, owner = rows_of(table.owner, chosen, len(table.local_sizes))
+        tables.append(DimTable(table.global_size, table.local_sizes[chosen], owner, table.nests.take(rows)))
     whole = product_table(tables, num_parts)
     shapes = np.stack([table.local_sizes for table in tables], axis=1) if tables else np.zeros((num_parts, 0), np.int64)
     return MeshParts(placed.ranks, placed.part, whole.local_sizes, whole.owner, whole.nests, shapes)

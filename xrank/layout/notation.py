@@ -258,18 +258,37 @@ class Token(NamedTuple):
 
 _TOKEN = re.compile(
     r"(?P<name>[A-Za-z_][A-Za-z0-9_.]*)|(?P<integer>[0-9]+)"
-    r"|(?P<mark>/~|/=|\.\.|[\[\],/(){}<>|:*%=+\"])|(?P<other>.)",
-    re.DOTALL,
+    r"|(?P<mark>/~|/=|\.\.|[\[\],/(){}<>|:*%=+\"])|(?P<other>[^ \t\r\n])"
 )
-_BLANKS = re.compile(r"[ \t\r\n]*")
 _LITERAL = re.compile(r"[^\s{}\[]*")
 
 
-class Scanner:
-    """Reads the tokens of a text in order; after the last one, the next token is always "end".
+def _escape(text: str) -> str:
+    """Return the text with escapes for all characters that are not printable."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
-    `label` is what the text is, for errors.
+
+def parse(text: str) -> LayoutTree:
+    """Parse a layout's text; LayoutError, with the text, the place and the expected token, if it is malformed."""
+    reader = TextParser(text)
+    tree = reader.layout()
+    reader.end()
+    return tree
+
+
+_TITLE = re.compile(r"[A-Za-z0-9_.\-]+")
+_TERM_BEGINS = frozenset(("name", "integer", "(", "<"))
+_SPLITS = frozenset(("/", "/~", "/="))
+_A_SIZE = "a size, which is an integer or a name"
+
+
+class TextParser:
+    """A recursive-descent parser with one method per rule of the grammar; `label` is what the text is, for errors.
+
+    After the last token of the text, the next one is always "end".
     """
+
+    _depth = 0  # open groups, parts and pads
 
     def __init__(self, text: str, label: str = "a layout") -> None:
         if not isinstance(text, str):
@@ -277,10 +296,8 @@ class Scanner:
         if len(text) > MAX_CHARACTERS:
             what = f"{label}'s text {_escape(text[:40])!r}... is too long"
             raise LayoutError(what, got=f"{len(text)} characters", want=f"at most {MAX_CHARACTERS}")
-        self.text = text
-        self._label = label
-        self.next = self._token(0)
-        self._end = 0  # the position after the previous token
+        self.text, self._label = text, label
+        self._go_to(0)
 
     def end(self) -> None:
         """Refuse further tokens."""
@@ -291,8 +308,7 @@ class Scanner:
         """Read the text of a name up to the next group or blank, from a position on."""
         match = _LITERAL.match(self.text, start)
         text = match[0] if match else ""
-        self._end = start + len(text)
-        self.next = self._token(self._end)
+        self._go_to(start + len(text))
         return text
 
     def take(self, kind: str, want: str | None = None) -> str:
@@ -300,8 +316,7 @@ class Scanner:
         token = self.next
         if token.kind != kind:
             raise self.refusal(want or f'"{kind}"')
-        self._end = token.position + len(token.text)
-        self.next = self._token(self._end)
+        self._go_to(token.position + len(token.text))
         return token.text
 
     def raw(self, pattern: re.Pattern[str], want: str) -> str:
@@ -309,8 +324,7 @@ class Scanner:
         match = pattern.match(self.text, self.next.position)
         if match is None or match.end() == match.start():
             raise self.refusal(want)
-        self._end = match.end()
-        self.next = self._token(self._end)
+        self._go_to(match.end())
         return match[0]
 
     def accept(self, kind: str) -> bool:
@@ -342,39 +356,15 @@ class Scanner:
         what = f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', not {want}"
         return LayoutError(what, got=f"'{shown}', position {token.position}", want=want, next_step=next_step)
 
-    def _token(self, position: int) -> Token:
-        blanks = _BLANKS.match(self.text, position)
-        start = position if blanks is None else blanks.end()
-        match = _TOKEN.match(self.text, start)
+    def _go_to(self, position: int) -> None:
+        """Make the next token the one that begins at a position, after blanks."""
+        self._end = position  # of the previous token
+        match = _TOKEN.search(self.text, position)
         if match is None:
-            return Token("end", "", start)
+            self.next = Token("end", "", len(self.text))
+            return
         kind = match.lastgroup or "other"
-        return Token(match[0] if kind == "mark" else kind, match[0], start)
-
-
-def _escape(text: str) -> str:
-    """Return the text with escapes for all characters that are not printable."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def parse(text: str) -> LayoutTree:
-    """Parse a layout's text; LayoutError, with the text, the place and the expected token, if it is malformed."""
-    reader = TextParser(text)
-    tree = reader.layout()
-    reader.end()
-    return tree
-
-
-_TITLE = re.compile(r"[A-Za-z0-9_.\-]+")
-_TERM_BEGINS = frozenset(("name", "integer", "(", "<"))
-_SPLITS = frozenset(("/", "/~", "/="))
-_A_SIZE = "a size, which is an integer or a name"
-
-
-class TextParser(Scanner):
-    """A recursive-descent parser with one method per rule of the grammar; arguments as in `Scanner`."""
-
-    _depth = 0  # open groups, parts and pads
+        self.next = Token(match[0] if kind == "mark" else kind, match[0], match.start())
 
     def layout(self) -> LayoutTree:
         """Parse a layout with its clauses."""

@@ -39,22 +39,16 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
     if lengths is not None:
         unknown = [axis for axis in (*cutting, *others) if axis not in lengths]
         if unknown:
-            raise LayoutError(
-                f"Invalid axis names for Layout. Valid axis names: {list(lengths)}, "
-                f"Got {[*cutting, *others]} in {text}",
-                got=str(unknown),
-                want=f"one of the mesh's axes {list(lengths)}",
-            )
+            what = f"Invalid axis names for Layout. Valid axis names: {list(lengths)}, "
+            what += f"Got {[*cutting, *others]} in {text}"
+            raise LayoutError(what, got=str(unknown), want=f"one of the mesh's axes {list(lengths)}")
     twice = _find_repeated(cutting) or next(filter(None, map(_cut_twice, dims)), None)
     if twice is not None:
         raise LayoutError(f"the layout {text} is cut twice by {twice!r}", got=text, want="each axis once")
     twice = _find_repeated([*others, *cutting])
     if twice is not None:
-        raise LayoutError(
-            f"the axis {twice!r} has two roles in the layout {text}",
-            got=text,
-            want='each axis in a cut, "where" or "sum"',
-        )
+        what = f"the axis {twice!r} has two roles in the layout {text}"
+        raise LayoutError(what, got=text, want='each axis in a cut, "where" or "sum"')
     sizes = {name for dim in dims for name in size_names_of(dim)}
     both = sorted(sizes & {*cutting, *others, *(lengths or ())})
     if both:
@@ -71,26 +65,19 @@ def _cut_twice(node: Node) -> str | None:
     """Return an axis that cuts a dim twice; different parts, or members of a flat, may share an axis."""
     if isinstance(node, Split) and node.axis in axes_of(node.of):
         return node.axis
-    below = children(node)
-    if not isinstance(node, Parts | Flat):
-        twice = _find_repeated([axis for child in below for axis in axes_of(child)])
-        if twice is not None:
-            return twice
-    if isinstance(node, Flat):
-        for member in node.members:
-            twice = _find_repeated([axis for dim in member.dims for axis in axes_of(dim)])
-            if twice is not None:
-                return twice
-    return next(filter(None, map(_cut_twice, below)), None)
+    match node:
+        case Parts():
+            apart: Iterable[tuple[Node, ...]] = ()
+        case Flat(members):
+            apart = (member.dims for member in members)
+        case _:
+            apart = (children(node),)
+    repeated = (_find_repeated([axis for dim in dims for axis in axes_of(dim)]) for dims in apart)
+    return next(filter(None, (*repeated, *map(_cut_twice, children(node)))), None)
 
 
 def _find_repeated(names: list[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+    return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -126,12 +113,10 @@ class TensorLayout:
         entries = tuple(axes)
         for entry in entries:
             if entry is not None and not is_name(entry):
-                raise LayoutError(
-                    f"Invalid axis names for Layout. Got {entries!r}",
-                    got=repr(entry),
-                    want=f"per dim None or one axis: {NAME_RULE}",
-                    next_step="use TensorLayout.parse for a layout's text, such as a dim cut by several axes",
-                )
+                what = f"Invalid axis names for Layout. Got {entries!r}"
+                want = f"per dim None or one axis: {NAME_RULE}"
+                next_step = "use TensorLayout.parse for a layout's text, such as a dim cut by several axes"
+                raise LayoutError(what, got=repr(entry), want=want, next_step=next_step)
         taken = [entry for entry in entries if entry is not None]
         names = free_size_names(len(entries), (*taken, *(device_mesh.axis_names if device_mesh else ())))
         dims = tuple(
@@ -225,11 +210,9 @@ class TensorLayout:
 
     def _fill(self, tree: LayoutTree, device_mesh: DeviceMesh | None, view_mesh: DeviceMesh | None) -> None:
         check_sound(tree, None if device_mesh is None else axis_lengths(device_mesh, view_mesh))
-        object.__setattr__(self, "tree", tree)
-        object.__setattr__(self, "device_mesh", device_mesh)
-        object.__setattr__(self, "view_mesh", view_mesh)
-        object.__setattr__(self, "dims", tree.dims)
-        object.__setattr__(self, "cut_axes", tuple(axes_of(dim) for dim in tree.dims))
+        values = (tree, device_mesh, view_mesh, tree.dims, tuple(axes_of(dim) for dim in tree.dims))
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
 
 
 # A model has only a few different layouts.

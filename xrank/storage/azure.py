@@ -14,7 +14,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xrank.environment import environ
 from xrank.errors import require
@@ -32,9 +32,6 @@ from xrank.storage.client import (
 )
 from xrank.storage.obstore_backend import PartsBackend
 from xrank.storage.uploads import PART_NAME, Body, KnownParts, UploadedObject, UploadedPart, part_name
-
-if TYPE_CHECKING:
-    pass
 
 _EMULATOR_ACCOUNT = "devstoreaccount1"
 _MARK = "xrank_stage"
@@ -96,29 +93,25 @@ class AzureBackend(PartsBackend):
 
     def put(self, key: str, data: bytes | memoryview, condition: str | None, mark: str = "") -> str:
         """Write an object at one instant and return its version; the store refuses it if its MD5 is another."""
+        options = {"metadata": {_MARK: mark} if mark else None, "overwrite": True, **_condition(condition)}
         with _faults():
-            options = {"metadata": {_MARK: mark} if mark else None, "validate_content": True, **_condition(condition)}
-            answer = self._blob(key).upload_blob(bytes(data), length=len(data), overwrite=True, **options)
+            answer = self._ask(key, "upload_blob", bytes(data), length=len(data), validate_content=True, **options)
             return str(answer["etag"])
 
     def look(self, key: str) -> UploadedObject | None:
         """Return an object as the store describes it; None if it is absent, or of uncommitted blocks only."""
-
-        def ask() -> UploadedObject:
-            with _faults():
-                found = self._blob(key).get_blob_properties()
-                return UploadedObject(int(found.size), str(found.etag), (found.metadata or {}).get(_MARK))
-
-        return or_none(ask)
+        found = or_none(lambda: self._ask(key, "get_blob_properties"))
+        if found is None:
+            return None
+        return UploadedObject(int(found.size), str(found.etag), (found.metadata or {}).get(_MARK))
 
     def _delete(self, key: str) -> None:
-        with _faults():
-            self._blob(key).delete_blob()
+        self._ask(key, "delete_blob")
 
     def put_part(self, key: str, upload_id: str, part: UploadedPart, data: Body) -> str:
         """Upload a part; the store refuses it if its MD5 is another."""
-        with _faults():
-            self._blob(key).stage_block(part_name(upload_id, part), data, length=len(data), validate_content=True)
+        name = part_name(upload_id, part)
+        self._ask(key, "stage_block", name, data, length=len(data), validate_content=True)
         return part.etag
 
     def list_parts(self, key: str, upload_id: str) -> KnownParts | None:
@@ -133,8 +126,7 @@ class AzureBackend(PartsBackend):
 
         blocks = [BlobBlock(part_name(upload_id, part)) for part in parts]
         options = {"metadata": {_MARK: mark}, "validate_content": True, **_condition(condition)}
-        with _faults():
-            self._blob(key).commit_block_list(blocks, **options)
+        self._ask(key, "commit_block_list", blocks, **options)
 
     def abort(self, key: str, upload_id: str) -> None:
         """Remove the blocks of a blob that is nothing but blocks of uploads; Azure has no other way to remove blocks.
@@ -154,19 +146,16 @@ class AzureBackend(PartsBackend):
     def _list_blocks(self, key: str) -> dict[str, KnownParts]:
         """Return the blocks of each upload to a blob that no list has taken; none of other programs."""
         found: dict[str, KnownParts] = {}
-
-        def ask() -> None:
-            with _faults():
-                for block in self._blob(key).get_block_list("uncommitted")[1]:
-                    match = PART_NAME.fullmatch(block.id)
-                    if match is not None:
-                        found.setdefault(match[1], {})[int(match[2])] = int(block.size), f'"{match[3]}"', None
-
-        or_none(ask)
+        _, blocks = or_none(lambda: self._ask(key, "get_block_list", "uncommitted")) or ((), ())
+        for block in blocks:
+            match = PART_NAME.fullmatch(block.id)
+            if match is not None:
+                found.setdefault(match[1], {})[int(match[2])] = int(block.size), f'"{match[3]}"', None
         return found
 
-    def _blob(self, key: str) -> Any:
-        return self._client.get_blob_client(key)
+    def _ask(self, key: str, method: str, *arguments: Any, **options: Any) -> Any:
+        with _faults():
+            return getattr(self._client.get_blob_client(key), method)(*arguments, **options)
 
 
 def _find_credential(variables: Mapping[str, str], account: str, url: str) -> Any:

@@ -220,30 +220,30 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenJournal:
-    """This process's journal; any thread may call its methods.
+    """This process's journal; any thread may call its methods. OutputExistsError if another gather took it over."""
 
-    Raises (from every method):
-        OutputExistsError: another gather has taken it over.
-    """
-
-    def __init__(self, place: BucketPlace, content: BucketJournal, version: str) -> None:
-        self._place, self.content, self._version = place, content, version
-        """`content` is what the journal contains now."""
+    def __init__(self, place: BucketPlace, content: BucketJournal, version: str | None) -> None:
+        """Write it over this version, or as a new one; raise if another process did."""
+        self._version = put_journal(place, content, version)
+        self._place, self.content = place, content
         self._lock = threading.Lock()
         self._lost: XrankError | None = None
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="xrank-journal", daemon=True)
         self._beating.start()
 
-    def change(self, **changes: Any) -> None:
-        """Record other values of fields."""
+    def change(self, uploads: Mapping[str, Upload] | None = None, **changes: Any) -> None:
+        """Record other values of fields, and more uploads, by the name of the file, before their first parts."""
         with self._lock:
-            self._write(replace(self.content, **changes))
-
-    def add_uploads(self, uploads: Mapping[str, Upload]) -> None:
-        """Record uploads, by the name of the file, before their first parts."""
-        with self._lock:
-            self._write(replace(self.content, uploads={**self.content.uploads, **uploads}))
+            if self._lost is not None:
+                raise self._lost
+            content = replace(self.content, uploads={**self.content.uploads, **(uploads or {})}, **changes)
+            try:
+                self._version = put_journal(self._place, content, self._version)
+            except (ContradictionError, IncompleteError, OutputExistsError):
+                self._lost = make_exists_error(self._place.url, "another gather to it took over this one's journal")
+                raise self._lost from None
+            self.content = content
 
     def check_owned(self) -> None:
         """Raise if another gather has taken over."""
@@ -265,16 +265,6 @@ class OpenJournal:
     def _stop(self) -> None:
         self._ended.set()
         self._beating.join()
-
-    def _write(self, content: BucketJournal) -> None:
-        if self._lost is not None:
-            raise self._lost
-        try:
-            self._version = put_journal(self._place, content, self._version)
-        except (ContradictionError, IncompleteError, OutputExistsError):
-            self._lost = make_exists_error(self._place.url, "another gather to it took over this one's journal")
-            raise self._lost from None
-        self.content = content
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
@@ -361,9 +351,7 @@ def _read(store: ObjectStore, key: str) -> tuple[bytes, str] | None:
 def find_replaced(place: BucketPlace, *, overwrite: bool) -> Replaced | None:
     """Return the model that an output replaces; None where nothing is.
 
-    Raises:
-        OutputExistsError: something else is there, or `overwrite` is not given.
-        UsageError: a store cannot replace it.
+    OutputExistsError if something else is there, or `overwrite` is not given; UsageError if a store cannot replace it.
     """
     there = place.store.list_folder(place.key)
     if not there.objects and not there.folders:
@@ -440,10 +428,10 @@ class BucketStage(Stage):
     def final_name(self, name: str) -> str:
         """Return the name in the output of a weights file that the plan calls so.
 
-        Raises:
-            UsageError: the weights that are there cannot be replaced by such a file, as a reader would find it by its
-                own name before the index is replaced.
+        UsageError if the weights that are there cannot be replaced by such a file: a reader would find it by its own
+        name before the index is replaced.
         """
+        check_inner_name(name)
         replaced, stage = self._journal.content.replaced, self._journal.content.stage
         if replaced is not None and replaced.has_index and _NUMBERED.search(name):
             return _NUMBERED.sub(rf"-{stage[:8]}-\1", name)
@@ -456,10 +444,9 @@ class BucketStage(Stage):
         self, name: str, final: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()
     ) -> UploadedFile:
         """Begin to upload a file under its final name, or go on with it."""
-        check_inner_name(final)
         upload, known = self._find_or_create(name, final, nbytes)
         if known is None:
-            self._journal.add_uploads({name: upload})
+            self._journal.change({name: upload})
         key = self._place.file_key(final)
         return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {}, late)
 
@@ -474,14 +461,11 @@ class BucketStage(Stage):
         return Upload(self._uploads.create(key, content.stage), part_nbytes_for(nbytes), final), None
 
     def begin_uploads(self, files: Mapping[str, int]) -> dict[str, tuple[Upload, bool]]:
-        """Begin to upload many files, whose parts several ranks send: name -> bytes.
+        """Begin to upload many files, name -> bytes, whose parts several ranks send.
 
-        Returns:
-            Name -> its upload, and whether an interrupted run has begun it.
+        Return name -> its upload, and whether an interrupted run has begun it.
         """
         finals = {name: self.final_name(name) for name in files}
-        for final in finals.values():
-            check_inner_name(final)
 
         def begin(name: str) -> tuple[Upload, bool]:
             upload, known = self._find_or_create(name, finals[name], files[name])
@@ -489,7 +473,7 @@ class BucketStage(Stage):
 
         with ThreadPoolExecutor(_BEGINNERS, thread_name_prefix="xrank-upload") as pool:
             begun = dict(zip(files, pool.map(begin, files), strict=True))
-        self._journal.add_uploads({name: upload for name, (upload, resumed) in begun.items() if not resumed})
+        self._journal.change({name: upload for name, (upload, resumed) in begun.items() if not resumed})
         return begun
 
     def finish_parts(
@@ -618,7 +602,7 @@ class BucketStage(Stage):
         return self._place.file_key(name if upload is None else upload.name)
 
     def _last_name(self) -> str:
-        """Return the name of the file that readers begin with."""
+        """Return the file that readers begin with."""
         names = [*self._small, *self._records]
         states = {rank: name for name in names if (rank := rank_of(name)) is not None}
         if states:  # readers want all of them
@@ -649,10 +633,8 @@ class BucketStage(Stage):
 
     def _check_objects(self, names: Sequence[str]) -> None:
         """Compare size and writer of objects that the commit has made."""
-        expected = {name: record.nbytes for name, record in self._records.items()}
-        expected |= {name: len(content) for name, content in self._small.items()}
         for name in names:
-            nbytes = expected[name]
+            nbytes = len(self._small[name]) if name in self._small else self._records[name].nbytes
             there = self._uploads.head(self._key_of(name))
             if there is None or (there.nbytes, there.mark) != (nbytes, self._journal.content.stage):
                 url = self._place.store.url(self._key_of(name))
@@ -732,7 +714,7 @@ def _claim(
     fresh = make_owned(BucketJournal(secrets.token_hex(8), plan_digest))
     if found is None:
         try:
-            return OpenJournal(place, fresh, put_journal(place, fresh, None)), ()
+            return OpenJournal(place, fresh, None), ()
         except OutputExistsError as error:
             raise _make_running_error(place, None) from error
     old, version = found
@@ -745,7 +727,7 @@ def _claim(
         raise make_exists_error(place.url, what, next_step=next_step)
     mine = make_owned(old) if old is not None and is_same else fresh
     try:
-        journal = OpenJournal(place, mine, put_journal(place, mine, version))
+        journal = OpenJournal(place, mine, version)
     except (ContradictionError, IncompleteError) as error:  # two took it over at once
         raise _make_running_error(place, None) from error
     if is_same or old is None:
@@ -784,8 +766,7 @@ def settle_bucket_output(place: BucketPlace) -> None:
         if found[0].replaced is not None and _has(place, uploads, found[0], found[0].last):
             for name in found[0].replaced.outdated:
                 place.store.delete(place.file_key(name))
-        mine = make_owned(found[0])
-        OpenJournal(place, mine, put_journal(place, mine, found[1])).remove()
+        OpenJournal(place, make_owned(found[0]), found[1]).remove()
 
 
 def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
@@ -826,8 +807,7 @@ def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
         rows += _clean_files(place, uploads, names, why, owner.stage, dry_run=dry_run)
     rows.append(_row(place.store.url(place.journal_key), 0, "its gather is gone", removed=True))
     if not dry_run:
-        content = make_owned(BucketJournal("", "") if owner is None else owner)
-        OpenJournal(place, content, put_journal(place, content, found[1])).remove()
+        OpenJournal(place, make_owned(BucketJournal("", "") if owner is None else owner), found[1]).remove()
     return rows
 
 

@@ -203,8 +203,7 @@ class StoreSettings(Struct, frozen=True):
     def from_environment(cls, environ: Mapping[str, str]) -> StoreSettings:
         """Return the settings of ``XRANK_STORE_CONNECTIONS``, ``XRANK_STORE_TIMEOUT`` and ``XRANK_ALLOW_HTTP``.
 
-        Raises:
-            UsageError: one of them is not a number in its range.
+        UsageError if one of them is not a number in its range.
         """
 
         def number(name: str, kind: Callable[[str], float], default: float) -> float:
@@ -534,9 +533,7 @@ def _send_within(send: Callable[[], _Result], seconds: float, stop: threading.Ev
 def read_ranges(store: ObjectStore, key: str, status: ObjectStatus, ranges: Iterable[tuple[int, memoryview]]) -> None:
     """Fill buffers with bytes of an object of that version: (offset, buffer), by rising offsets, many at once.
 
-    Raises:
-        ContradictionError: the object is not that version.
-        XrankError: as `ObjectStore.read`.
+    Errors as of `ObjectStore.read`.
     """
     groups: list[list[tuple[int, memoryview]]] = []
     end = 0

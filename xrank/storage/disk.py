@@ -96,9 +96,7 @@ def measure_free_nbytes(path: str) -> int | None:
 def reserve_room(fd: int, path: str, nbytes: int) -> None:
     """Size a new, empty file, so that a full disk is detected before the data moves.
 
-    Raises:
-        NoSpaceError: the file system has less room than that.
-        UsageError: a file may not be that large here.
+    NoSpaceError if the file system has less room; UsageError if a file may not be that large here.
     """
     with explain_errors(path, needed_nbytes=nbytes):
         if is_in_memory(fd):
@@ -195,14 +193,10 @@ def _file_system(fd: int) -> int | None:
 def open_companion(path: str) -> Iterator[int]:
     """Yield the descriptor of a regular file, following links, which the body reads to its end.
 
-    Raises:
-        UnsafeError: the path is a FIFO, a device or a folder.
-        ContradictionError: the file changed while it was read.
+    UnsafeError for a FIFO, a device or a folder; ContradictionError if the file changed while it was read.
     """
-    try:
+    with explain_errors(path):
         fd = places.open_descriptor(path)
-    except OSError as error:
-        raise explain(error, path) from error
     try:
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
@@ -212,8 +206,7 @@ def open_companion(path: str) -> Iterator[int]:
         nbytes, after = os.lseek(fd, 0, os.SEEK_CUR), os.fstat(fd)
     finally:
         system.close_read(fd)
-    unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
-    if not unchanged or nbytes != before.st_size:
+    if (nbytes, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
         raise ContradictionError(
             f"{path}: changed while it was read",
             file=path,
@@ -228,10 +221,8 @@ def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
     digest = xxhash.xxh3_128()
     nbytes = 0
     while True:
-        try:
+        with explain_errors(source_path):
             chunk = os.read(source, 2**20)
-        except OSError as error:
-            raise explain(error, source_path) from error
         if not chunk:
             return nbytes, digest.hexdigest()
         system.write_all(fd, chunk)

@@ -22,9 +22,7 @@ _MAX_VALUES = 2_000_000
 def parse_json(content: bytes | str, *, is_bounded: bool = True) -> Any:
     """Return the value of a JSON text; where `is_bounded`, as for texts not of the user's own ranks, of limited size.
 
-    Raises:
-        ValueError: it is no JSON, or describes more than two million values.
-        RecursionError: it is too deep.
+    ValueError if it is no JSON, or describes more than two million values; RecursionError if it is too deep.
     """
     # Each value but the first follows one of these; those within texts only make the count too high.
     marks: Any = ",[{" if isinstance(content, str) else b",[{"
@@ -170,11 +168,9 @@ _PIECE_NBYTES = 1 << 20
 
 
 def check_json_object(path: str) -> None:
-    """Check that a file contains one JSON object in UTF-8, as Python's json module judges it.
+    """Check that a file contains one JSON object in UTF-8, as Python's json module judges it; errors as `open_regular`.
 
-    Raises:
-        CorruptError: it does not, or it is not a regular file.
-        IncompleteError, UsageError: the file is missing, or the user may not read it.
+    CorruptError if it does not.
     """
     with open_regular(path) as file:
         content = file.read(0, file.nbytes)

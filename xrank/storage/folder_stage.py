@@ -402,10 +402,7 @@ def open_shared_part(path: str, nbytes: int) -> int | None:
 
     None if it is not visible here, not yet or not any more: rank 0 makes and commits it. That process may fail, and its
     successor take over the stage by a rename. Then no file is found here, and writes to open files do not change the
-    successor's, which makes new ones.
-
-    Raises:
-        CorruptError: it has another size.
+    successor's, which makes new ones. CorruptError if it has another size.
     """
     with explain_errors(path):
         try:

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -42,9 +42,6 @@ from xrank.storage.client import (
 )
 from xrank.storage.obstore_backend import PartsBackend
 from xrank.storage.uploads import PART_NAME, Body, KnownParts, UploadedObject, UploadedPart, part_name
-
-if TYPE_CHECKING:
-    pass
 
 PARTS = ".xrank-parts"
 """Prefix in the bucket of all parts."""

@@ -33,10 +33,8 @@ def repository_name(text: str) -> str:
 def check_repository(repository: str, *, overwrite: bool) -> None:
     """Refuse a repository that cannot take a model, before the model is made. Writes nothing.
 
-    Raises:
-        OutputExistsError: a model is there, and `overwrite` is not given.
-        UsageError: huggingface_hub or the token is missing, or the Hub is reached over plain http.
-        XrankError: the Hub does not answer.
+    OutputExistsError if a model is there, and `overwrite` is not given; UsageError if huggingface_hub or the token is
+    missing, or the Hub is reached over plain http; XrankError if it does not answer.
     """
     with _explained(repository):
         api = _open_hub(repository)
@@ -48,11 +46,8 @@ def push_folder(folder: str, repository: str, *, overwrite: bool) -> str:
     """Upload a model folder that xrank wrote, in one commit; return the commit's URL.
 
     A repository that is not there is made, private. Files that the Hub has already are not sent again. The commit fails
-    if another one came in between. Where a model may be replaced, its other weights are deleted in the same commit.
-
-    Raises:
-        OutputExistsError: a model is there, or another commit was faster.
-        XrankError: the upload failed; the same command goes on.
+    if another one came in between (OutputExistsError). Where a model may be replaced, its other weights are deleted in
+    the same commit. After an XrankError the same command goes on.
     """
     manifest = read_manifest(os.path.join(folder, MANIFEST_NAME))
     names = [one["name"] for one in (*manifest["files"], *manifest["companions"])] + [MANIFEST_NAME]

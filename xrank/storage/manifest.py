@@ -124,32 +124,18 @@ def manifest_text(
 ) -> str:
     """Return the manifest, one line for each file and tensor, sorted by name.
 
-    Args:
-        source: the source of the gather.
-        files: files of weights, and the index.
-        tensors: tensors by name.
-        companions: files copied beside the weights.
-        tied: name that was not written -> name of the tensor with the same values.
-        excluded: names that options left out.
-        cast: name -> earlier element type, for tensors that were cast.
-        merged: name -> the adapter's tensors that were added to it; the key is left out if empty.
-        transformed: name -> tensor that the caller's function made it of; the key is left out if empty.
-        padding_dropped: name -> number of padding rows that were removed.
-        notes: notes of the report.
-        plan: digest that the same command gives again; the key is left out if None.
+    `files` are those of weights, and the index. `tied` has the name that was not written -> that of the tensor with the
+    same values; `cast` name -> earlier element type; `merged` name -> the adapter's tensors that were added to it;
+    `transformed` name -> tensor that the caller's function made it of; `padding_dropped` name -> number of padding rows
+    that were removed. `plan` is a digest that the same command gives again.
     """
     sections = {
         "schema": "1",
         "digest": _line(DIGEST_ALGORITHM),
-        "source": _line(_fields(source)),
-        "files": _rows(_line(_fields(file)) for file in sorted(files, key=lambda f: f.name)),
-        "companions": _rows(_line(_fields(file)) for file in sorted(companions, key=lambda f: f.name)),
-        "tensors": _table(
-            {
-                name: _fields(tensor) | {"sources": [_fields(part) for part in tensor.sources]}
-                for name, tensor in tensors.items()
-            }
-        ),
+        "source": _line(source),
+        "files": _rows(_line(file) for file in sorted(files, key=lambda f: f.name)),
+        "companions": _rows(_line(file) for file in sorted(companions, key=lambda f: f.name)),
+        "tensors": _table(tensors),
         "tied": _table(tied or {}),
         "excluded": _rows(_line(name) for name in sorted(excluded)),
         "cast": _table(cast or {}),
@@ -162,17 +148,10 @@ def manifest_text(
     return "{\n" + ",\n".join(f'"{key}": {text}' for key, text in sections.items()) + "\n}\n"
 
 
-def _fields(record: ManifestSource | ManifestFile | ManifestTensor | TensorSource) -> dict[str, Any]:
-    """Return the fields by name, as they are; `structs.asdict` copies each value deeply."""
-    return {name: getattr(record, name) for name in record.__struct_fields__}
-
-
 def read_manifest(path: str) -> dict[str, Any]:
     """Read a manifest and check every part of it.
 
-    Raises:
-        IncompleteError: there is no manifest.
-        CorruptError: it is damaged, contradicts itself or was written by another version.
+    IncompleteError if there is none; CorruptError if it is damaged, contradicts itself or is another version's.
     """
     try:
         fd = places.open_descriptor(path)
@@ -209,7 +188,12 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(value, sort_keys=True, default=_fields)
+
+
+def _fields(record: Struct) -> dict[str, Any]:
+    """Return the fields by name, as they are; `structs.asdict` copies each value deeply."""
+    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def _rows(lines: Iterable[str]) -> str:

@@ -259,9 +259,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
     run that a scheduler starts again. If two gathers pass, as they may over NFS, the later one takes over the stage of
     the earlier by a rename, and the commit decides: work is lost, but no output. `owner` describes the lock's owner.
 
-    Raises:
-        OutputExistsError: another gather holds it.
-        UsageError: the lock's path is not a file, or the folder cannot be written to.
+    OutputExistsError if another gather holds it; UsageError if its path is not a file, or the folder is not writable.
     """
     fd = None
     try:

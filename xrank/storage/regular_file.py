@@ -139,14 +139,16 @@ class RegularFile(Struct, frozen=True):
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read exactly that many bytes from an offset.
 
-        Raises:
-            CorruptError: the file is too short.
-            XrankError: the system cannot read it now.
+        CorruptError if the file is too short; ContradictionError if an object is another one by now; XrankError if the
+        system or the store does not give them.
         """
         end = offset + nbytes
         # Check before allocating, so a false size allocates nothing.
         if end > self.nbytes:
             raise self.origin.corrupt("the file ends early", got=f"{self.nbytes} bytes", want=f"at least {end} bytes")
+        return self._read(offset, end)
+
+    def _read(self, offset: int, end: int) -> bytes:
         parts: list[bytes] = []
         while offset < end:
             try:
@@ -163,15 +165,10 @@ class RegularFile(Struct, frozen=True):
 
 @contextmanager
 def open_regular(path: str, rank: int | None = None, *, follow_links: bool = True) -> Iterator[RegularFile]:
-    """Open a regular file or an object for reading; refuse a FIFO, a device or a directory without waiting.
+    """Open a regular file or an object for reading; errors name the rank that wrote it.
 
-    Errors name the rank that wrote it.
-
-    Raises:
-        IncompleteError: there is no such file.
-        UsageError: the file may not be read.
-        CorruptError: it is not a regular file.
-        XrankError: the system cannot open it now.
+    IncompleteError if there is no such file; UsageError if it may not be read; CorruptError, without waiting, for a
+    FIFO, a device or a folder; XrankError if the system cannot open it now.
     """
     origin = Origin(path, rank)
     if is_url(path):
@@ -304,21 +301,11 @@ class ObjectFile(RegularFile, frozen=True):
     store: ObjectStore
     key: str
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read exactly that many bytes from an offset.
-
-        Raises:
-            CorruptError: the object is too short.
-            ContradictionError: it is another one by now.
-            XrankError: the store does not give them.
-        """
-        end = offset + nbytes
-        if end > self.nbytes:
-            raise self.origin.corrupt("the file ends early", got=f"{self.nbytes} bytes", want=f"at least {end} bytes")
-        if not nbytes:
+    def _read(self, offset: int, end: int) -> bytes:
+        if offset == end:
             return b""
         part = _kept.find(self._identity, offset, end)
-        return bytes(part if part is not None else self._fetch(offset, end)[:nbytes])
+        return bytes(part if part is not None else self._fetch(offset, end)[: end - offset])
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Read small ranges (offset, bytes), many at once, and keep them for `read`."""
@@ -403,13 +390,7 @@ def _read_ahead(path: str, *, is_last: bool) -> None:
 
 
 def open_object(origin: Origin) -> ObjectFile:
-    """Return an object of a store, opened; nothing has to be closed.
-
-    Raises:
-        IncompleteError: there is no such object.
-        UsageError: it may not be read.
-        XrankError: the store does not answer.
-    """
+    """Return an object of a store, opened; nothing has to be closed. Errors as of `open_regular`."""
     try:
         status = places.object_status(origin.path)
     except Exception as error:

@@ -43,11 +43,7 @@ _PIECE_NBYTES = 256 << 10
 
 
 def open_s3(root: str, settings: StoreSettings) -> S3Backend:
-    """Return the backend of a bucket.
-
-    Raises:
-        UsageError: botocore is not installed, plain http is not allowed, or there are no credentials.
-    """
+    """Return the backend of a bucket; UsageError without botocore or credentials, or if plain http is not allowed."""
     require("botocore", f"reading {root}")
     import botocore.session
     from botocore import UNSIGNED

@@ -30,11 +30,8 @@ Planned = TypeVar("Planned", bound=HasSource)
 def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_states: bool = False) -> None:
     """Refuse an output that exists or cannot be made. Writes nothing.
 
-    An existing model may be replaced if `overwrite`, an existing workspace if `replaces_states` too.
-
-    Raises:
-        OutputExistsError: it exists, and ``overwrite`` is not given or it is not a model.
-        UsageError: it cannot be written to, or not replaced.
+    An existing model may be replaced if `overwrite`, an existing workspace if `replaces_states` too; else it is an
+    OutputExistsError. UsageError if it cannot be written to, or not replaced.
     """
     if is_url(os.fspath(out)):
         from xrank.storage.bucket_stage import BucketPlace, check_bucket_output  # local runs do not need this module
@@ -55,12 +52,8 @@ def open_stage(
 ) -> Iterator[Stage]:
     """Yield a stage for an output; without a commit its finished files are kept for the next run, the rest removed.
 
-    If `resume`, files that an interrupted run of the same plan has finished are kept.
-
-    Raises:
-        OutputExistsError: the output exists, or another gather to it is under way or was faster.
-        NoSpaceError: a disk is full; finished files are kept.
-        UsageError: a folder or file may not be written.
+    If `resume`, files that an interrupted run of the same plan has finished are kept. OutputExistsError if the output
+    exists, or another gather to it is under way or was faster; NoSpaceError, UsageError as of `xrank.storage.disk`.
     """
     options = {"overwrite": overwrite, "replaces_states": replaces_states, "resume": resume}
     if is_url(os.fspath(out)):

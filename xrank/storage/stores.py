@@ -29,10 +29,8 @@ def open_store(url: str) -> tuple[ObjectStore, str]:
     """Return the store of a cleaned URL, and the key in it.
 
     Stores are kept for the life of the process, one for each bucket and environment. A forked process opens its own:
-    threads and connections of a client do not survive a fork.
-
-    Raises:
-        UsageError: a package is missing, plain http is not allowed, or a setting is wrong.
+    threads and connections of a client do not survive a fork. UsageError if a package is missing, plain http is not
+    allowed, or a setting is wrong.
     """
     place = split_url(url)
     variables = environ()
@@ -62,12 +60,7 @@ def open_store(url: str) -> tuple[ObjectStore, str]:
 
 
 def _open_obstore(root: str, settings: StoreSettings) -> Backend:
-    """Return the backend of a bucket, container or host.
-
-    Raises:
-        UsageError: obstore is not installed, plain http is not allowed, or the environment lacks an account or has
-            half of a key.
-    """
+    """Return the backend of a bucket, container or host; UsageError as of `open_store`."""
     require("obstore", f"reading {root}")
     from obstore.exceptions import BaseError
     from obstore.store import AzureStore, GCSStore, HTTPStore

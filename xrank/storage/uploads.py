@@ -208,9 +208,7 @@ class Uploads:
     ) -> None:
         """Make the object of the parts, where the `condition` of `ObjectStore.put` holds.
 
-        Raises:
-            OutputExistsError: another object is there.
-            IncompleteError: there is no such upload.
+        OutputExistsError if another object is there; IncompleteError if there is no such upload.
         """
         send = partial(self._backend.complete, key, upload_id, parts, mark, condition)
         if self._publish(key, send, mark, sum(part.nbytes for part in parts)):
@@ -409,8 +407,7 @@ class UploadedFile(Struct):
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes into their parts, and send those that are full; leave out the places of late bytes.
 
-        Raises:
-            XrankError: an earlier part could not be sent.
+        XrankError if an earlier part could not be sent.
         """
         end = offset + len(data)
         for index in range(bisect_right(self.late, offset, key=sum), len(self.late)):
