@@ -37,10 +37,8 @@ class CoverageFault(Struct, frozen=True):
 def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = None) -> CoverageFault | None:
     """Return the first element of [0, num_elements) that the y sides do not cover exactly once, or None if all are.
 
-    `wanted` has the elements to cover in place of all of them: those of a tensor with padding.
-
-    Raises:
-        LayoutError: the nests would have to be cut into more than `MAX_BOXES` boxes.
+    `wanted` has the elements to cover in place of all of them: those of a tensor with padding. LayoutError if the nests
+    would have to be cut into more than `MAX_BOXES` boxes.
     """
     # Bounds first: the mixed radix below is defined inside [0, num_elements) only.
     if len(nests):

@@ -618,8 +618,7 @@ def parse_companion(text: str) -> Companion:
 def companion_shape(companion: Companion, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the global shape of a companion from its base's; the last block of a scale may be incomplete.
 
-    Raises:
-        LayoutError: the companion does not fit the base's dims, or the packed dim does not divide.
+    LayoutError if the companion does not fit the base's dims, or the packed dim does not divide.
     """
     sizes = check_shape(shape)
     blocks = blocks_of(companion, len(sizes))
@@ -654,11 +653,8 @@ def companion_part(
 ) -> LocalPart | None:
     """Return the part of a companion that the rank at a coordinate holds; None if it holds nothing of the base.
 
-    Layout and global shape are the base's, in unpacked elements; other arguments are as in `local_part`.
-
-    Raises:
-        LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the error has both
-            numbers.
+    Layout and global shape are the base's, in unpacked elements; other arguments and errors are as in `local_part`.
+    LayoutError, with both numbers, also if a rank's part of the base begins or ends within a block.
     """
     whole = companion_shape(companion, shape)
     if not holds(layout, mesh, coordinate):
@@ -709,12 +705,9 @@ def divide_nest(nest: Nest, global_size: int, block: int, at: PlacedDim) -> Nest
             companion, layout, i = at
             what = f"{companion}: dim {i}, {render_dim(layout.dims[i])}: {number} is not a multiple of {block}, so "
             what += "ranks would share a block"
-            raise LayoutError(
-                what,
-                got=f"{number}, {name} of a rank's part",
-                want=f"a multiple of {block}",
-                next_step=f'cut at multiples only, as "/=axis%{block}" does',
-            )
+            got = f"{number}, {name} of a rank's part"
+            next_step = f'cut at multiples only, as "/=axis%{block}" does'
+            raise LayoutError(what, got=got, want=f"a multiple of {block}", next_step=next_step)
     inner = (last_run // block, 1, 1)
     return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))
 

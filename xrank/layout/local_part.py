@@ -54,10 +54,8 @@ def bind(
 ) -> dict[str, int]:
     """Return the number of every name in a layout's sizes and counts; an axis in a count is its length.
 
-    A name's number is in `sizes`, or follows from a dim whose other names are known.
-
-    Raises:
-        LayoutError: the shape does not fit, or a name is unknown.
+    A name's number is in `sizes`, or follows from a dim whose other names are known. LayoutError if the shape does not
+    fit, or a name is unknown.
     """
     dims = tree.dims
     if len(dims) != len(shape):
@@ -317,19 +315,16 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
     if split.kind == "/":
         # Each rank's share must itself be a multiple of the unit.
         if size % (length * unit):
-            text, got = render_dim(split), f"{size} positions over {length} ranks"
+            got = f"{size} positions over {length} ranks"
+            what = f"{render_dim(split)}: {size} does not divide by {length}, the length of {split.axis!r}"
+            next_step = f'write "/~{split.axis}" if the last ranks hold less'
             if size % length:
-                raise LayoutError(
-                    f"{text}: {size} does not divide by {length}, the length of {split.axis!r}",
-                    got=got,
-                    want=f"a multiple of {length}",
-                    next_step=f'write "/~{split.axis}" if the last ranks hold less',
-                )
+                raise LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)
+            each = size // length
+            what = f"{render_dim(split)}: {each} positions on each of {length} ranks are not a multiple of {unit}"
+            next_step = f'write "/={split.axis}%{unit}" if some ranks hold a block more than others'
             raise LayoutError(
-                f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}",
-                got=f"{got}, {size // length} each",
-                want=f"a multiple of {length * unit}",
-                next_step=f'write "/={split.axis}%{unit}" if some ranks hold a block more than others',
+                what, got=f"{got}, {each} each", want=f"a multiple of {length * unit}", next_step=next_step
             )
         return place * (size // length), (place + 1) * (size // length)
     units = -(-size // unit)

@@ -355,10 +355,8 @@ def flat_part(
 ) -> FlatPart | None:
     """Return the part of a flat buffer that the rank at a coordinate holds; None if the layout excludes the rank.
 
-    `shapes` has the global shape of each member; other arguments are as in `local_part`.
-
-    Raises:
-        LayoutError: the layout is not flat, a member has no shape, or as `local_part`.
+    `shapes` has the global shape of each member; other arguments and errors are as in `local_part`. LayoutError also if
+    the layout is not flat, or a member has no shape.
     """
     starts, total, known = _members(layout, mesh, shapes, sizes)
     part = local_part(layout, mesh, coordinate, (total,), sizes=known)

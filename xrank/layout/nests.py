@@ -125,10 +125,7 @@ def intersect(a: Nest, b: Nest) -> list[Nest]:
         [Nest(x=2, y=0, loops=((2, 1, 1),))]
     """
     # One budget for all levels: unrolling within unrolling multiplies, so a limit per level would bound nothing.
-    budget = [MAX_UNROLLED]
-    shared = canonical(Nest(a.y, a.x, tuple((n, ys, xs) for n, xs, ys in a.loops)))
-    pairs = _meet(shared, canonical(b), budget)
-    return [canonical(Nest(nest.x, nest.y, nest.loops)) for nest in pairs]
+    return list(map(canonical, _meet(swap(a), canonical(b), [MAX_UNROLLED])))
 
 
 def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
@@ -149,25 +146,22 @@ def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
     # b is dense against a's stride when few iterations of a touch it.
     first = max(0, (b.x - a.x - inner_span) // stride + 1)
     last = min(n - 1, (b.x + b_span - 1 - a.x) // stride)
+    pairs: list[Nest] = []
     # At most two iterations are the edges of a cut, which the budget for odd strides does not count.
-    if last - first < 2 or not b.loops:
-        pairs: list[Nest] = []
-        for i in range(first, last + 1):
-            pairs += _meet(Nest(a.x + i * stride, a.y + i * y_stride, inner), b, budget)
-        return pairs
-    b_count, b_stride, b_y_stride = b.loops[0]
-    if stride % b_stride == 0 and _fits(b):
-        return _meet_multiple(a, b, stride // b_stride, budget)
-    pairs = []
-    # Unroll the nest with fewer iterations: each becomes a piece of the result.
-    if last - first < b_count:
-        _spend(last - first + 1, budget, a, b)
-        for i in range(first, last + 1):
-            pairs += _meet(Nest(a.x + i * stride, a.y + i * y_stride, inner), b, budget)
-    else:
-        _spend(b_count, budget, a, b)
-        for j in range(b_count):
-            pairs += _meet(a, Nest(b.x + j * b_stride, b.y + j * b_y_stride, b.loops[1:]), budget)
+    if last - first >= 2 and b.loops:
+        (b_count, b_stride, b_y_stride), b_inner = b.loops[0], b.loops[1:]
+        # Each stride of b must cover the span of all later loops.
+        is_nested = all(xs >= span(b.loops[k + 1 :]) for k, (_, xs, _) in enumerate(b.loops))
+        if stride % b_stride == 0 and is_nested:
+            return _meet_multiple(a, b, stride // b_stride, budget)
+        # Unroll the nest with fewer iterations: each becomes a piece of the result.
+        _spend(min(b_count, last - first + 1), budget, a, b)
+        if last - first >= b_count:
+            for j in range(b_count):
+                pairs += _meet(a, Nest(b.x + j * b_stride, b.y + j * b_y_stride, b_inner), budget)
+            return pairs
+    for i in range(first, last + 1):
+        pairs += _meet(Nest(a.x + i * stride, a.y + i * y_stride, inner), b, budget)
     return pairs
 
 
@@ -212,11 +206,6 @@ def _meet_multiple(a: Nest, b: Nest, factor: int, budget: list[int]) -> list[Nes
         tail = ((count - done, b_stride, b_y), *inner)
         pairs += _meet(a, canonical(Nest(b.x + done * b_stride, b.y + done * b_y, tail)), budget)
     return pairs
-
-
-def _fits(nest: Nest) -> bool:
-    """Return whether each loop's stride covers the span of all later loops."""
-    return all(xs >= span(nest.loops[k + 1 :]) for k, (_, xs, _) in enumerate(nest.loops))
 
 
 def _spend(iterations: int, budget: list[int], a: Nest, b: Nest) -> None:

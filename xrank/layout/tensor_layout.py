@@ -135,14 +135,16 @@ class TensorLayout:
         return cls.from_tree(LayoutTree(tuple(dims)), device_mesh)
 
     @classmethod
-    def from_tree(cls, tree: LayoutTree, device_mesh: DeviceMesh | None = None) -> TensorLayout:
+    def from_tree(
+        cls, tree: LayoutTree, device_mesh: DeviceMesh | None = None, view_mesh: DeviceMesh | None = None
+    ) -> TensorLayout:
         """Return the layout of a whole tree; as `from_dims`."""
         text = None
         try:
             text = render(tree)
             # A layout travels between ranks and in files as text, so its tree must be the one that the text gives.
             if parse(text) == tree:
-                return cls._make(tree, device_mesh, None)
+                return cls._make(tree, device_mesh, view_mesh)
         except RecursionError:
             pass
         raise LayoutError(f"no layout's text has these dims: {str(text)[:200]!r}", got=repr(text)[:200])

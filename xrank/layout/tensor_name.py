@@ -160,20 +160,14 @@ def name_table(
     """Return the tensors that the rank at a coordinate holds under a name with dims; None if the layout excludes it.
 
     The layout is that of these tensors; its view and its "where" also apply to the name. Other arguments are as in
-    `local_part`.
-
-    Raises:
-        LayoutError: a size is unknown, a cut does not fit, an axis is used in both the name and the layout, or there
-            are more than `MAX_NAMES` names.
+    `local_part`. LayoutError if a size is unknown, a cut does not fit, an axis is used in both the name and the layout,
+    or there are more than `MAX_NAMES` names.
     """
     if not holds(layout, mesh, coordinate):
         return None
     # Treat the name's dims as a layout of their own.
     tree = LayoutTree(name.dims, layout.tree.view)
-    leading = TensorLayout.from_tree(tree, layout.device_mesh) if layout.view_mesh is None else None
-    if leading is None:
-        assert layout.tree.view is not None and layout.device_mesh is not None and layout.view_mesh is not None
-        leading = TensorLayout.from_tree(tree).with_mesh(layout.device_mesh, {layout.tree.view: layout.view_mesh})
+    leading = TensorLayout.from_tree(tree, layout.device_mesh, layout.view_mesh)
     lengths, places = places_of(leading, mesh, coordinate)
     check_sound(layout.tree, lengths, name.dims)
     bound = collect_known_names(tree, lengths, check_sizes(sizes))
@@ -187,12 +181,9 @@ def name_table(
         total *= global_size(dim, bound)
         # Before compiling: the table has an entry for each index, and a mistyped size could fill the memory.
         if total > MAX_NAMES:
-            raise LayoutError(
-                f"the name {name} stands for too many tensors",
-                got=f"{total:,} or more",
-                want=f"at most {MAX_NAMES:,}",
-                next_step=f"correct the sizes of the dims in {name}",
-            )
+            what = f"the name {name} stands for too many tensors"
+            next_step = f"correct the sizes of the dims in {name}"
+            raise LayoutError(what, got=f"{total:,} or more", want=f"at most {MAX_NAMES:,}", next_step=next_step)
         axes = axes_of(dim)
         own = tuple(place for place in places if place[0] in axes)
         parts.append(compile_dim(dim, tuple((size, bound[size]) for size in names), own))

@@ -207,13 +207,10 @@ def open_companion(path: str) -> Iterator[int]:
     finally:
         system.close_read(fd)
     if (nbytes, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
-        raise ContradictionError(
-            f"{path}: changed while it was read",
-            file=path,
-            got=f"{nbytes} bytes read",
-            want=f"{before.st_size} bytes, unchanged",
-            next_step=f"let nothing write to the source, then {AGAIN}",
-        )
+        want = f"{before.st_size} bytes, unchanged"
+        next_step = f"let nothing write to the source, then {AGAIN}"
+        what = f"{path}: changed while it was read"
+        raise ContradictionError(what, file=path, got=f"{nbytes} bytes read", want=want, next_step=next_step)
 
 
 def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:

@@ -415,13 +415,10 @@ def open_shared_part(path: str, nbytes: int) -> int | None:
     # Rank 0 sizes the files before it sends the stage's name, so a file of another size is not rank 0's.
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
         os.close(fd)
-        raise CorruptError(
-            f"{path}: is not the file that rank 0 made",
-            file=path,
-            got=f"{status.st_size:,} bytes ({describe(path)})",
-            want=f"a file of {nbytes:,} bytes",
-            next_step=f"let nothing else write beside the output, then {AGAIN}",
-        )
+        what = f"{path}: is not the file that rank 0 made"
+        got = f"{status.st_size:,} bytes ({describe(path)})"
+        next_step = f"let nothing else write beside the output, then {AGAIN}"
+        raise CorruptError(what, file=path, got=got, want=f"a file of {nbytes:,} bytes", next_step=next_step)
     return fd
 
 

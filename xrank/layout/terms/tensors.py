@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, TypeAlias
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.layout.local_part import local_part
@@ -71,11 +70,8 @@ def cuts_of(
     if str(layout) != text:
         what = f"the layout {layout}: it is more than its dims"
         raise beyond_dialect(dialect, what, str(layout), f"dims alone, such as {text}")
-    every: list[Cuts] = []
-    for i, dim in enumerate(layout.dims):
-        pieces, piece = _pieces_of(dim) if packed else (1, dim)
-        every.append(replace(_cuts_of_dim(piece, i, layout, dialect), pieces=pieces))
-    return tuple(every)
+    pieces = [_pieces_of(dim) if packed else (1, dim) for dim in layout.dims]
+    return tuple(_cuts_of_dim(piece, i, layout, dialect, count) for i, (count, piece) in enumerate(pieces))
 
 
 def beyond_dialect(dialect: str, what: str, got: str, want: str, next_step: str | None = None) -> LayoutError:
@@ -98,8 +94,7 @@ def _pieces_of(dim: Node) -> tuple[int, Node]:
     return 1, dim
 
 
-def _cuts_of_dim(dim: Node, number: int, layout: TensorLayout, dialect: str) -> Cuts:
-    node: Node = dim
+def _cuts_of_dim(node: Node, number: int, layout: TensorLayout, dialect: str, pieces: int) -> Cuts:
     of = f"dim {number} of the layout {layout}"
     splits: list[tuple[str, SplitKind]] = []
     while isinstance(node, Split) and isinstance(node.of, Split | Size):
@@ -113,7 +108,7 @@ def _cuts_of_dim(dim: Node, number: int, layout: TensorLayout, dialect: str) -> 
     if not isinstance(node, Size):
         what = f"{of}: {render_dim(node)} is not one size that axes cut"
         raise beyond_dialect(dialect, what, f"{type(node).__name__} {render_dim(node)}", "one size, cut by axes")
-    return Cuts(node.value, tuple(reversed(splits)))
+    return Cuts(node.value, tuple(reversed(splits)), pieces)
 
 
 def resolve_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -256,11 +251,8 @@ def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceM
     places = {rank: mesh.coordinate(rank) for rank in ranges}
 
     def is_met(axes: Sequence[str]) -> bool:
-        for rank, (low, high) in ranges.items():
-            found = range_of(axes, size, mesh, places[rank])
-            if found != (low, high) and (found[0] < found[1] or low < high):
-                return False
-        return True
+        found = ((range_of(axes, size, mesh, places[rank]), wanted) for rank, wanted in ranges.items())
+        return all(each == wanted or (each[0] >= each[1] and wanted[0] >= wanted[1]) for each, wanted in found)
 
     # An axis matters if ranks that differ only along it hold different ranges.
     matter = []
@@ -290,13 +282,8 @@ def layout_of_shards(
 ) -> TensorLayout | None:
     """Return the layout under which every rank of a mesh holds its shards; None if the search fails.
 
-    A "where" clause excludes ranks without a shard, or they hold empty parts.
-
-    Args:
-        shards: the shards of all ranks; at least one rank has a shard.
-        mesh: the mesh; with other ranks than `shards`, the result is None.
-        shape: the tensor's global shape, with the prepended axes.
-        num_prepended: number of leading dims along which each index has a shard of its own.
+    A "where" clause excludes ranks without a shard, or they hold empty parts; at least one rank has a shard. The shape
+    begins with the prepended dims, along which each index has a shard of its own.
     """
     if set(shards) != set(mesh.ranks):
         return None
@@ -346,11 +333,9 @@ def _find_cuts(shards: Shards, mesh: DeviceMesh, shape: tuple[int, ...], num_pre
             return None
         dims = [Product((Size(pieces), node)) if i == dim else node for i, node in enumerate(piece.dims)]
         return TensorLayout.from_dims(dims, mesh)
-    stacked: dict[int, Box | None] = {}
-    for rank, boxes in shards.items():
-        stacked[rank] = _stack_boxes(boxes, num_prepended) if boxes else None
-        if boxes and stacked[rank] is None:
-            return None
+    stacked = {rank: _stack_boxes(boxes, num_prepended) if boxes else None for rank, boxes in shards.items()}
+    if any(boxes and stacked[rank] is None for rank, boxes in shards.items()):
+        return None
     return layout_of_boxes(stacked, mesh, shape)
 
 
@@ -414,11 +399,9 @@ def from_placements(
         '[d0/~tp, d1]'
     """
     if len(placements) != len(mesh.shape):
-        raise LayoutError(
-            "the placements are not one for each axis of the mesh",
-            got=f"{len(placements)} placements {list(placements)}",
-            want=f"{len(mesh.shape)}, for the mesh {mesh.grid!r}",
-        )
+        got = f"{len(placements)} placements {list(placements)}"
+        want = f"{len(mesh.shape)}, for the mesh {mesh.grid!r}"
+        raise LayoutError("the placements are not one for each axis of the mesh", got=got, want=want)
     cuts: list[list[str]] = [[] for _ in range(ndim)]
     pieces: dict[int, int] = {}
     strided: set[int] = set()

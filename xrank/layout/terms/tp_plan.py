@@ -92,12 +92,8 @@ def from_tp_plan(
     mesh.axis_length(axis)  # refuses an unknown axis also where nothing is cut
     for rule, style in plan.items():
         if style not in STYLES:
-            raise LayoutError(
-                f"the style {style!r} of {rule!r} is unknown, so its cut is, too",
-                tensor=rule,
-                got=repr(style),
-                want=f"one of {sorted(STYLES)}",
-            )
+            what = f"the style {style!r} of {rule!r} is unknown, so its cut is, too"
+            raise LayoutError(what, tensor=rule, got=repr(style), want=f"one of {sorted(STYLES)}")
     used = {rule for name in shapes for rule in plan if f"{_generic(name)}.".startswith(f"{rule}.")}
     unused = [rule for rule in plan if rule not in used]
     if unused and strict:
@@ -187,18 +183,15 @@ def _generic(name: str) -> str:
 
 
 def _layout(cut: Cut | None, shape: tuple[int, ...], mesh: DeviceMesh, axis: str, *rule: str) -> TensorLayout:
-    names = free_size_names(len(shape), mesh.axis_names)
-    if cut is not None and not 0 <= cut.dim < len(shape):
-        raise LayoutError(f"{', '.join(rule)}: the style cuts a dim that the parameter lacks", got=f"shape {shape}")
-    dims = list(names)
-    if cut is not None and not cut.is_packed:
-        dims[cut.dim] = f"{names[cut.dim]}/~{axis}"
-    elif cut is not None:
-        if shape[cut.dim] % 2:
+    dims = list(free_size_names(len(shape), mesh.axis_names))
+    if cut is not None:
+        if not 0 <= cut.dim < len(shape):
+            raise LayoutError(f"{', '.join(rule)}: the style cuts a dim that the parameter lacks", got=f"shape {shape}")
+        if cut.is_packed and shape[cut.dim] % 2:
             what = f"{', '.join(rule)}: dim {cut.dim} does not have two equal halves"
             raise LayoutError(what, got=f"shape {shape}", want="an even size of that dim")
-        half = f"{names[cut.dim]}/~{axis}"
-        dims[cut.dim] = f"<gate: {half} | up: {half}>"
+        piece = f"{dims[cut.dim]}/~{axis}"
+        dims[cut.dim] = f"<gate: {piece} | up: {piece}>" if cut.is_packed else piece
     return TensorLayout.parse("[" + ", ".join(dims) + "]", mesh)
 
 
