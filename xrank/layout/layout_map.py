@@ -161,7 +161,6 @@ def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
 
 
 def _wrong(file: str, problem: str, got: object = None, want: str | None = None) -> LayoutError:
-    """Return the error for a layout file with this problem."""
     return LayoutError(f"{file}: {problem}", file=file, got=None if got is None else repr(got)[:80], want=want)
 
 
@@ -501,7 +500,6 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return self.device_mesh, self.views, self.sizes, self._layouts, self.companions, self.aliases
 
     def _content(self) -> LayoutFile:
-        """Return the map as the content of a layout file."""
         for pattern, layout in self._layouts.items():
             if layout.device_mesh != self.device_mesh:
                 grid = None if self.device_mesh is None else self.device_mesh.grid
@@ -527,7 +525,6 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
 
 
 def _from_file(content: LayoutFile, file: str, kind: type[LayoutMap] = LayoutMap) -> LayoutMap:
-    """Return the map of a layout file's content."""
     layout_map = kind(content.mesh)
     layout_map.views.update(content.views)
     layout_map.sizes.update(content.sizes)

@@ -485,7 +485,6 @@ def _count_lengths(tree: LayoutTree, lengths: Mapping[str, int]) -> Sizes:
 def _layout_part(
     tree: LayoutTree, shape: tuple[int, ...], places: Places, sizes: Sizes, count_lengths: Sizes
 ) -> LocalPart:
-    """Compile a whole layout as the product of its dims."""
     parts = compile_bound_dims(_bind_dims(tree, shape, sizes, count_lengths), places)
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, tree.sums)
 

@@ -276,7 +276,6 @@ def _ranks_and_kind(devices: Any) -> tuple[tuple[int, ...], str | None]:
 
 
 def _as_int(value: Any, label: str) -> int:
-    """Return a value of any integer type as an int."""
     try:
         # operator.index takes True for 1.
         if not isinstance(value, bool):

@@ -264,7 +264,6 @@ _LITERAL = re.compile(r"[^\s{}\[]*")
 
 
 def _escape(text: str) -> str:
-    """Return the text with escapes for all characters that are not printable."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

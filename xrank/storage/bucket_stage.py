@@ -602,7 +602,6 @@ class BucketStage(Stage):
         return self._place.file_key(name if upload is None else upload.name)
 
     def _last_name(self) -> str:
-        """Return the file that readers begin with."""
         names = [*self._small, *self._records]
         states = {rank: name for name in names if (rank := rank_of(name)) is not None}
         if states:  # readers want all of them
@@ -814,7 +813,6 @@ def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
 def _clean_files(
     place: BucketPlace, uploads: Uploads, names: Sequence[str], why: str, mark: str | None, *, dry_run: bool
 ) -> list[dict[str, Any]]:
-    """Remove files of an output, or only those with a mark."""
     rows = []
     for name in names:
         there = uploads.head(place.file_key(name))

@@ -363,7 +363,6 @@ class _Buffer:
         self._lock = threading.Lock()
 
     def take(self, piece: memoryview | bytes) -> None:
-        """Copy the next piece."""
         with self._lock:
             end = self.nbytes + len(piece)
             if self._is_closed or end > len(self._into):
@@ -372,7 +371,6 @@ class _Buffer:
             self.nbytes = end
 
     def close(self) -> None:
-        """Take nothing more: the memory's owner uses it again."""
         with self._lock:
             self._is_closed = True
 

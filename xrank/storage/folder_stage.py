@@ -110,12 +110,9 @@ def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] 
     with explain_errors(path):
         with suppress(FileNotFoundError):
             os.unlink(fresh)
-        fd = os.open(fresh, system.NEW, _MODE)
-        try:
-            system.write_all(fd, encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with open(os.open(fresh, system.NEW, _MODE), "wb", buffering=0) as file:
+            system.write_all(file.fileno(), encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
+            os.fsync(file.fileno())
         disk.move(fresh, path)
     sync_folder(stage)
 
@@ -128,11 +125,11 @@ class FolderStage(Stage):
         place: OutputPlace,
         path: str,
         plan_digest: str,
+        finished: tuple[JournalLine, ...],
+        notes: tuple[str, ...],
         *,
         overwrite: bool,
         replaces_states: bool,
-        finished: tuple[JournalLine, ...] = (),
-        notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(path, notes)
         self._place, self._plan_digest = place, plan_digest
@@ -169,11 +166,9 @@ class FolderStage(Stage):
             line = JournalLine(name, nbytes, digest)
             with self._journal_lock:
                 journal = os.open(os.path.join(self.path, JOURNAL_NAME), system.APPEND)
-                try:
+                with open(journal, "ab", buffering=0):
                     system.write_all(journal, seal(to_builtins(line)))
                     os.fsync(journal)
-                finally:
-                    os.close(journal)
                 self._finished[name] = line
 
     def discard(self, name: str) -> None:
@@ -219,8 +214,7 @@ class FolderStage(Stage):
         with self._explain_errors(self.path):
             for path in self._list_parts():
                 what = f"{path}: was not finished, so the output is not whole"
-                next_step = f"{AGAIN}, which goes on from the files already finished"
-                raise XrankError(what, file=path, next_step=next_step)
+                raise XrankError(what, file=path, next_step=f"{AGAIN}, which goes on from the files already finished")
             for line in self._finished.values():
                 path = self._path_of(line.file)
                 # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
@@ -275,11 +269,9 @@ class FolderStage(Stage):
 
     def _clear_replaced(self) -> None:
         if self._replaced is not None:  # only after the new output was read back: until here the old one exists
-            gone = find_other_files(self._replaced, self._place.path)
-            if gone:
+            if gone := find_other_files(self._replaced, self._place.path):
                 removed = list_text(gone)
-                note = f"the folder that was replaced held {removed}, which xrank had not written: removed"
-                self.notes += (note,)
+                self.notes += (f"the folder that was replaced held {removed}, which xrank had not written: removed",)
             clear_folder(self._place, self._replaced)
 
     def _explain_failure(self, error: BaseException) -> None:
@@ -434,8 +426,8 @@ def open_folder_stage(
             roll_forward(place)
             check_folder_output(place.path, overwrite=overwrite, replaces_states=replaces_states)  # now under the lock
             path, finished, notes = _claim(place, plan_digest, resume=resume)
-            known: dict[str, Any] = {"finished": finished, "notes": notes, "overwrite": overwrite}
-            stage = FolderStage(place, path, plan_digest, replaces_states=replaces_states, **known)
+            known = (place, path, plan_digest, finished, notes)
+            stage = FolderStage(*known, overwrite=overwrite, replaces_states=replaces_states)
         except XrankError as error:
             if isinstance(error.__cause__, FileNotFoundError):  # the lock did not exclude another host's gather
                 raise make_takeover_error(place) from error

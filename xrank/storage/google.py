@@ -240,7 +240,6 @@ class GoogleBackend(PartsBackend):
         headers: Mapping[str, str] | None = None,
         data: Body | None = None,
     ) -> Any:
-        """Send one request and return its answer."""
         import google.auth.exceptions
         import requests
 

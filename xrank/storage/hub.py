@@ -132,8 +132,7 @@ def _explained(repository: str, folder: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         # huggingface_hub wraps the failure of one file's upload.
-        causes = (error, error.__cause__)
-        answers = [getattr(one, "response", None) for one in causes]
+        answers = [getattr(one, "response", None) for one in (error, error.__cause__)]
         number = next((answer.status_code for answer in answers if answer is not None), None)
         got = " ".join(map(str, filter(None, (number, type(error).__name__))))
         url = f"hf://{repository}"

@@ -39,7 +39,6 @@ _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 
 
 def _refuse(kind: type[_Error], path: str, what: str, otherwise: str = "", **facts: Any) -> _Error:
-    """Return the error for an output that cannot be made at a path."""
     next_step = f"choose another {option('out')}{otherwise}"
     return kind(f"{path}: {what}", **{"file": path, "next_step": next_step, **facts})
 

@@ -220,7 +220,7 @@ def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> byt
 
 
 def digest_plain_file(path: str) -> str:
-    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors."""
+    """Return the XXH3-128 of a file's bytes, which manifests have for files without tensors."""
     state = xxhash.xxh3_128()
     _feed(path, state.update)
     return state.hexdigest()

@@ -84,7 +84,6 @@ class Origin(Struct, frozen=True):
         *,
         tensor: str | None = None,
     ) -> _Error:
-        """Return an error of a kind that names the file, the rank and the tensor."""
         step = next_step
         if step is None and kind is CorruptError:
             file = "it" if self.rank is None else f"rank {self.rank}'s file"
@@ -232,8 +231,6 @@ _MOST_FOLDERS = 64
 
 
 class _Parts(Struct):
-    """Parts of one object that were read."""
-
     starts: list[int] = field(default_factory=list)
     """First bytes of the parts, rising."""
     data: dict[int, memoryview] = field(default_factory=dict)

@@ -115,7 +115,6 @@ def _make_sender(seconds: float, connections: int, variables: Mapping[str, str])
 
 class _Received(io.BytesIO):
     def stream(self, **_: object) -> Iterator[bytes]:
-        """Yield all bytes, as urllib3's answers do."""
         yield self.read()
 
 

@@ -316,8 +316,6 @@ def upload_object(
 
 
 class _Filling(Struct):
-    """A part that is being filled."""
-
     buffer: mmap
     nbytes: int
     filled: int = 0

@@ -55,9 +55,8 @@ def clean_path(path: str | os.PathLike[str]) -> str:
         path = text[len("file:") :]
         host, _, below = path[2:].partition("/") if path.startswith("//") else ("", "", path.lstrip("/"))
         if host not in ("", "localhost"):
-            raise UsageError(
-                f"{text} is on another machine", file=text, got=host, next_step="give a path of this machine"
-            )
+            next_step = "give a path of this machine"
+            raise UsageError(f"{text} is on another machine", file=text, got=host, next_step=next_step)
         from urllib.parse import unquote  # few paths are URLs
 
         return "/" + unquote(below)

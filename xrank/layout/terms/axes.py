@@ -84,7 +84,6 @@ def to_partition_spec(
 
 
 def _axes_of(entry: Any, entries: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the axes of one entry, major first."""
     if entry is None:
         return ()
     if isinstance(entry, str):

@@ -245,7 +245,6 @@ def _integrity_error(shard: ShardedTensorData, rank: int, problem: str) -> Layou
 
 
 def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequence[Any]) -> None:
-    """Refuse shards of different tensors."""
     first_rank, first = every[0]
     names = ["key", "global_shape", "prepend_axis_num", "allow_shape_mismatch", "axis_fragmentations"]
     if first.axis_fragmentations is not None:
