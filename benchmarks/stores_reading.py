@@ -29,7 +29,7 @@ from tests.storage.servers import Bucket, make_bucket, open_proxy
 from tests.storage.small_s3 import SmallS3
 from tests.storage.stored_objects import StoredObject
 from xrank.layout import LayoutMap
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 
 LATENCY_SECONDS = 0.02
 CUTS = {

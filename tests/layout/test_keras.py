@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.layout.cut_layouts import cases, elements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.terms.axes import describe_keras_mesh, from_keras_axes, to_keras_axes
+from xrank.layout.terms.tensors import describe_keras_mesh, from_keras_axes, to_keras_axes
 
 MESH = DeviceMesh((2, 4), ("batch", "model"))
 

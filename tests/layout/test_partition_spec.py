@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from tests.layout.cut_layouts import cases, elements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.terms.axes import from_partition_spec, to_partition_spec
+from xrank.layout.terms.tensors import from_partition_spec, to_partition_spec
 
 MESH = DeviceMesh((2, 4), ("data", "model"))
 

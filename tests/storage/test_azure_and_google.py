@@ -22,7 +22,7 @@ from tests.storage.written import check_kinds_of_outputs, leave_states
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.storage.client import ABSENT, ObjectStore, StoreSettings
 from xrank.storage.google import GoogleBackend
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 from xrank.storage.uploads import Uploads
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 

@@ -14,7 +14,7 @@ from xrank.storage.client import (
     StoreSettings,
     traffic,
 )
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 
 
 @pytest.fixture(params=["a key", "a session token"])

@@ -11,7 +11,7 @@ import pytest
 from tests.storage.closing_server import ClosingServer
 from tests.storage.servers import KEY_ID, SECRET, Bucket
 from xrank.errors import UsageError
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 
 TOKEN = "marked-session-token"
 

@@ -10,7 +10,7 @@ import pytest
 from tests.storage.fault_proxy import FaultKind, choose_at
 from tests.storage.servers import SECRET, Bucket, make_bucket, open_proxy
 from xrank.errors import OutputExistsError, UsageError, XrankError
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 from xrank.storage.uploads import PartPool, UploadedPart, Uploads, part_nbytes_for
 
 MIB = 1 << 20

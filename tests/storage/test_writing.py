@@ -23,7 +23,7 @@ from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.storage import bucket_stage
 from xrank.storage.bucket_stage import BucketJournal, BucketPlace, make_owned, put_journal, read_journal
 from xrank.storage.commit import seal, unseal
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 from xrank.storage.uploads import Uploads
 
 

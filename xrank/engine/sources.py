@@ -33,7 +33,7 @@ from xrank.errors import AGAIN, CorruptError, NoSpaceError, XrankError
 from xrank.formats.zarr_array import import_zstandard, open_frame
 from xrank.layout.stored_model import PLAIN, StoredModel
 from xrank.storage.client import ObjectStore, copy_bytes
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 from xrank.storage.url import can_list
 from xrank.system import read_at, write_at
 

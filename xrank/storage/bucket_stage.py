@@ -57,8 +57,7 @@ from xrank.storage.commit import (
 from xrank.storage.disk import open_companion
 from xrank.storage.manifest import MANIFEST_NAME, parse_manifest
 from xrank.storage.output_place import ATTESTATION_NAME, SIGNATURE_NAME, check_inner_name
-from xrank.storage.places import rank_of
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store, rank_of
 from xrank.storage.uploads import (
     WRITABLE,
     KnownParts,

@@ -36,7 +36,7 @@ from xrank.errors import (
 )
 from xrank.storage import places
 from xrank.storage.client import ObjectStatus, ObjectStore
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 from xrank.storage.url import can_list, is_url
 from xrank.words import repr_text
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError, XrankError
-from xrank.storage.places import state_file_name
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store, state_file_name
 from xrank.storage.uploads import WRITABLE, Uploads, upload_object
 from xrank.storage.url import clean_path, is_url, split_url
 from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error

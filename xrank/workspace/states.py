@@ -38,7 +38,7 @@ from xrank.readers.live.modules import locate_tensors, view_key
 from xrank.storage import places
 from xrank.storage.client import ObjectStatus
 from xrank.storage.entries import plain_config
-from xrank.storage.stores import open_store
+from xrank.storage.places import open_store
 from xrank.storage.url import is_url
 from xrank.workspace.base import WorkspaceIdentity
 
