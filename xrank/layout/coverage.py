@@ -256,9 +256,7 @@ def first_of_equal(keys: IntArray) -> npt.NDArray[np.bool_]:
 
 def range_text(shape: Sequence[int], first: int, last: int) -> str:
     """Describe the row-major addresses first..last (inclusive) of a tensor of that global shape."""
-    if not shape or math.prod(shape) == 0:
-        return "the whole tensor"
-    if first == 0 and last == math.prod(shape) - 1:
+    if not shape or math.prod(shape) == 0 or (first, last) == (0, math.prod(shape) - 1):
         return "the whole tensor"
     row = math.prod(shape[1:])
     if first % row == 0 and (last + 1) % row == 0:

@@ -49,8 +49,7 @@ _TEXT = re.compile(r"\"(?:[^\"\\]|\\.)*+\"|'[^']*+'")
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
-    Raises:
-        ValueError: the text is not TOML, or nests too deeply. The message ends with ``(at line N)`` if it is known.
+    ValueError if it is not TOML, or nests too deeply; its message ends with ``(at line N)`` where that is known.
 
     Example:
         >>> parse_toml("a.b = 1")

@@ -525,20 +525,11 @@ def infer_shape(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the global shape of a tensor from the local shapes on ranks.
+    """Return the global shape of a tensor from the local shapes on ranks, pads included.
 
-    There must be a rank for each place along the axes that cut the tensor; other axes do not matter.
-
-    Args:
-        layout: the tensor's layout.
-        mesh: the mesh of the ranks.
-        local_shapes: rank -> its local shape, pads included.
-        sizes: sizes by name, for names that local shapes do not determine: in a pad, or several in one dim.
-
-    Raises:
-        IncompleteError: there is no rank for a place.
-        LayoutError: ranks at the same place disagree, the layout does not give these shapes, or several global shapes
-            would give them.
+    There must be a rank for each place along the axes that cut the tensor, else it is an IncompleteError; other axes do
+    not matter. `sizes` has the names that local shapes do not determine: in a pad, or several in one dim. LayoutError
+    if ranks at the same place disagree, the layout does not give these shapes, or several global shapes would.
     """
     shapes = {rank: check_shape(shape) for rank, shape in local_shapes.items()}
     at = {rank: _places_by_axis(layout, mesh, rank) for rank in shapes}

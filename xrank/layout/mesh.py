@@ -412,10 +412,8 @@ class MeshViews(Struct, frozen=True):
 def mesh_from_order(order: str, lengths: Mapping[str, int], ranks: Sequence[int] | None = None) -> DeviceMesh:
     """Return the mesh of an order such as ``"tp-dp-pp"``: the first name varies fastest, as in Megatron.
 
-    Axes of length 1 that the order omits are outermost.
-
-    Raises:
-        LayoutError: the order names an axis twice or an unknown one, or omits one that is longer than 1.
+    Axes of length 1 that the order omits are outermost. LayoutError if it names an axis twice or an unknown one, or
+    omits one that is longer than 1.
     """
     names = order.lower().split("-")
     for name in names:
@@ -448,17 +446,11 @@ def megatron_views(
 
     The main mesh has the axes tp, cp, dp, pp; the view has etp, ep, edp, pp at the corresponding places in the order
     (parallel_state.py: initialize_model_parallel, decoder_rank_generator and expert_decoder_rank_generator). The
-    data-parallel lengths follow from the size of the world.
+    data-parallel lengths follow from the number of ranks, `world_size`.
 
-    Args:
-        world_size: the number of ranks.
-        tp: tensor parallel ranks of dense weights.
-        cp: context parallel ranks.
-        ep: expert parallel ranks.
-        pp: pipeline stages.
-        etp: tensor parallel ranks inside an expert; None: as tp.
-        order: the axes, fastest first.
-        ranks: the ranks, if not 0, 1, 2, ...
+    `tp` is the length of tensor parallelism of dense weights, `etp` of that inside an expert (None: as `tp`), `cp` of
+    context and `ep` of expert parallelism; `pp` is the number of pipeline stages. The `order` has the fastest axis
+    first; `ranks` are the ranks, if not 0, 1, 2, ...
 
     Raises:
         LayoutError: the lengths do not divide the world, or the two factorings have different pipeline stages.

@@ -115,10 +115,7 @@ def intersect(a: Nest, b: Nest) -> list[Nest]:
     """Compose a: X -> M with b: M -> Y to canonical nests X -> Y.
 
     The shared space M is a's *y* side and b's *x* side; a must be nested as seen from its y side. If strides do not
-    divide each other, up to `MAX_UNROLLED` iterations are unrolled.
-
-    Raises:
-        LayoutError: more iterations would have to be unrolled.
+    divide each other, up to `MAX_UNROLLED` iterations are unrolled, and more are a LayoutError.
 
     Example:
         >>> intersect(Nest(0, 4, ((4, 1, 1),)), Nest(6, 0, ((6, 1, 1),)))

@@ -127,11 +127,7 @@ class TensorLayout:
 
     @classmethod
     def from_dims(cls, dims: Iterable[Node], device_mesh: DeviceMesh | None = None) -> TensorLayout:
-        """Return the checked layout of these dims.
-
-        Raises:
-            LayoutError: the layout is contradictory, or no text of the notation has these dims.
-        """
+        """Return the layout of these dims; LayoutError if it contradicts itself, or no text has these dims."""
         return cls.from_tree(LayoutTree(tuple(dims)), device_mesh)
 
     @classmethod

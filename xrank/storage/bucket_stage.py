@@ -420,9 +420,9 @@ class BucketStage(Stage):
             return None
         return bytes.fromhex(record.digest.partition(":")[2]), [bytes.fromhex(one) for one in record.tensors]
 
-    def open_files(self, target: DescriptorTarget) -> UploadedFiles:
+    def open_files(self, target: DescriptorTarget) -> _UploadedFiles:
         """Return what uploads the files of this output, and is their target itself; close it."""
-        return UploadedFiles(self)
+        return _UploadedFiles(self)
 
     def final_name(self, name: str) -> str:
         """Return the name in the output of a weights file that the plan calls so.
@@ -642,7 +642,7 @@ class BucketStage(Stage):
                 raise CorruptError(what, file=url, got=got, want=f"{nbytes:,} bytes", next_step=next_step)
 
 
-class UploadedFiles(PartsTarget):
+class _UploadedFiles(PartsTarget):
     """Uploads the files of a plan to a stage; see `xrank.storage.commit.OutputFiles`."""
 
     def __init__(self, stage: BucketStage) -> None:
@@ -651,17 +651,14 @@ class UploadedFiles(PartsTarget):
         self._stage = stage
 
     def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
-        """Begin a file."""
         self._pool = self._pool or PartPool()
         final = self._stage.final_name(name)
         self._files[index] = self._stage.begin_file(name, final, nbytes, self._pool, late)
 
     def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
-        """Finish a file."""
         self._stage.finish_file(name, self._files.pop(index), digest, tensors)
 
     def close(self) -> None:
-        """Wait for the parts that are on their way."""
         self._files.clear()
         if self._pool is not None:
             self._pool.close()

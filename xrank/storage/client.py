@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
 
 from msgspec import Struct, field
-from msgspec.structs import fields
+from msgspec.structs import astuple
 
 from xrank.environment import setting
 from xrank.errors import (
@@ -81,8 +81,7 @@ class Folder(Struct, frozen=True):
 class Backend(Protocol):
     """Reads one bucket, host or repository; any thread may call it. `uploads.WritableBackend` writes, too.
 
-    Raises (from every method):
-        FaultError: the request failed.
+    A request that fails is a FaultError.
     """
 
     fills_memory: bool
@@ -248,6 +247,18 @@ def make_credentials_error(url: str, next_step: str, got: str | None = None) -> 
     return UsageError(f"{url} cannot be opened with what the environment says", file=url, got=got, next_step=next_step)
 
 
+def import_hub(url: str, what: str, settings: StoreSettings) -> Any:
+    """Return huggingface_hub, which `what` needs; UsageError without it, or if it asks the Hub over plain http."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+    except ImportError:
+        message = f"{what} needs huggingface_hub, which is not installed"
+        raise UsageError(message, next_step="run pip install huggingface_hub") from None
+    check_https(constants.ENDPOINT, url, allow_http=settings.allow_http)
+    return huggingface_hub
+
+
 def hide_debug_logs(*names: str) -> None:
     """Let client libraries log warnings only, unless the user set a level: at DEBUG they show keys and tokens."""
     for name in names:
@@ -315,7 +326,7 @@ class StoreTraffic(Struct, frozen=True):
 
     def since(self, earlier: StoreTraffic) -> StoreTraffic:
         """Return the traffic after an earlier moment."""
-        return StoreTraffic(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
+        return StoreTraffic(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class Clock:
@@ -352,7 +363,7 @@ def add_traffic(other: StoreTraffic) -> None:
     """Count the requests and bytes of another rank as this process's own."""
     global _total
     with _counting:
-        _total = StoreTraffic(*(getattr(_total, one.name) + getattr(other, one.name) for one in fields(_total)))
+        _total = StoreTraffic(*map(sum, zip(astuple(_total), astuple(other), strict=True)))
 
 
 class _Buffer:

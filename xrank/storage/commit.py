@@ -93,12 +93,7 @@ class Stage(ABC):
 
     @abstractmethod
     def copy_file(self, name: str, source_path: str) -> JournalLine:
-        """Copy a regular file, following links; return its entry for the manifest.
-
-        Raises:
-            UnsafeError: the source is a FIFO, a device or a folder.
-            ContradictionError: the source changed while it was read.
-        """
+        """Copy a regular file; return its entry for the manifest. Errors as of `xrank.storage.disk.open_companion`."""
 
     @abstractmethod
     def hash_file(self, name: str) -> bytes:

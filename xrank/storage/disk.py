@@ -9,9 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
-
-import xxhash
+from typing import Any
 
 from xrank import system
 from xrank.errors import AGAIN, ContradictionError, NoSpaceError, UnsafeError, UsageError, XrankError, option
@@ -52,17 +50,6 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
         kind, got = XrankError, errno.errorcode.get(error.errno or 0, str(error.errno))
         next_step = f"look at the disk or the server; then {AGAIN}, which goes on from the finished files"
     return kind(f"{path}: {text}", file=path, got=got, want=want, next_step=next_step)
-
-
-def raise_after_commit(path: str, error: BaseException) -> NoReturn:
-    """Raise an error that came after the rename: it says that the output is there."""
-    if isinstance(error, OSError):
-        error = explain(error, path)
-    if isinstance(error, XrankError):
-        error.about(f"{path} is complete, but then", file=path)
-    elif not isinstance(error, Exception):  # a signal, whose handler prints the note
-        error.add_note(f"{path} is complete")
-    raise error
 
 
 @contextmanager
@@ -211,20 +198,6 @@ def open_companion(path: str) -> Iterator[int]:
         next_step = f"let nothing write to the source, then {AGAIN}"
         what = f"{path}: changed while it was read"
         raise ContradictionError(what, file=path, got=f"{nbytes} bytes read", want=want, next_step=next_step)
-
-
-def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
-    """Copy a file to another, and return its size and the digest of its bytes."""
-    digest = xxhash.xxh3_128()
-    nbytes = 0
-    while True:
-        with explain_errors(source_path):
-            chunk = os.read(source, 2**20)
-        if not chunk:
-            return nbytes, digest.hexdigest()
-        system.write_all(fd, chunk)
-        digest.update(chunk)
-        nbytes += len(chunk)
 
 
 def renameat2(source: str, target: str, flags: int) -> None:

@@ -35,8 +35,7 @@ def parse_json(content: bytes | str, *, is_bounded: bool = True) -> Any:
 class Entry:
     """A value in a tree of dicts, lists, tuples, texts, numbers, booleans and None, with its place in it.
 
-    Raises (from each method but `get`'s return of None):
-        XrankError: the value is not of the kind that the method returns; `fail` makes it, from a text with the place.
+    If it is not of the kind that a method returns, `fail` makes the error, from a text with the place.
     """
 
     __slots__ = ("_above", "_fail", "_key", "value")

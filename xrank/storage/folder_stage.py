@@ -140,9 +140,9 @@ class FolderStage(Stage):
         self._is_committed = False
         self._replaced: str | None = None
 
-    def open_files(self, target: DescriptorTarget) -> PartFiles:
+    def open_files(self, target: DescriptorTarget) -> _PartFiles:
         """Return the output files of a plan, to write to."""
-        return PartFiles(self, target)
+        return _PartFiles(self, target)
 
     def part_path(self, name: str) -> str:
         """Return the path of a file until it is finished."""
@@ -191,9 +191,20 @@ class FolderStage(Stage):
 
     def copy_file(self, name: str, source_path: str) -> JournalLine:
         """Copy a regular file atomically; see `Stage`."""
+
+        def fill(fd: int) -> tuple[int, str]:
+            digest, nbytes = xxhash.xxh3_128(), 0
+            while True:
+                with explain_errors(source_path):
+                    chunk = os.read(source, 1 << 20)
+                if not chunk:
+                    return nbytes, digest.hexdigest()
+                system.write_all(fd, chunk)
+                digest.update(chunk)
+                nbytes += len(chunk)
+
         with disk.open_companion(source_path) as source:
-            nbytes = os.fstat(source).st_size
-            return self._write_small(name, lambda fd: disk.copy_file_bytes(source, source_path, fd), nbytes)
+            return self._write_small(name, fill, os.fstat(source).st_size)
 
     def hash_file(self, name: str) -> bytes:
         """Return the SHA-256 of a file that was written."""
@@ -275,9 +286,16 @@ class FolderStage(Stage):
             clear_folder(self._place, self._replaced)
 
     def _explain_failure(self, error: BaseException) -> None:
-        if disk.identity(self._place.path) == self._identity:
+        path = self._place.path
+        if disk.identity(path) == self._identity:
             self._is_committed = True
-            disk.raise_after_commit(self._place.path, error)
+            if isinstance(error, OSError):
+                error = explain(error, path)
+            if isinstance(error, XrankError):
+                error.about(f"{path} is complete, but then", file=path)
+            elif not isinstance(error, Exception):  # a signal, whose handler prints the note
+                error.add_note(f"{path} is complete")
+            raise error
         # The journal was removed; without it the next run could not resume.
         if disk.identity(self.path) == self._identity:
             with suppress(OSError, XrankError):
@@ -365,25 +383,22 @@ def _check_size(path: str, what: str, found: int, wanted: int) -> None:
         )
 
 
-class PartFiles:
+class _PartFiles:
     """Files of a stage on a disk; see `xrank.storage.commit.OutputFiles`."""
 
     def __init__(self, stage: FolderStage, target: DescriptorTarget) -> None:
         self.target, self._stage = target, stage
 
     def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
-        """Make a file at its full size."""
         fd = self._stage.create_part(name, nbytes)
         self.target.in_memory = disk.is_in_memory(fd)
         self.target.descriptors[index] = fd
 
     def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
-        """Sync a file, name it and record it in the journal."""
         # The stage closes the descriptor in any case, so remove it from `close`'s reach first.
         self._stage.finish_part(name, self.target.descriptors.pop(index), nbytes, digest)
 
     def close(self) -> None:
-        """Close the files that a failure left open."""
         for fd in self.target.descriptors.values():
             os.close(fd)
         self.target.descriptors.clear()

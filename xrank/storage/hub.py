@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
 from xrank.errors import AGAIN, OutputExistsError, UsageError, XrankError, option
-from xrank.storage.client import StoreSettings, check_https
+from xrank.storage.client import StoreSettings, import_hub
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.output_place import ATTESTATION_NAME, SIGNATURE_NAME
 from xrank.version import __version__
@@ -93,14 +93,9 @@ def card_text(repository: str, manifest: Mapping[str, Any]) -> str:
 
 
 def _open_hub(repository: str) -> HfApi:
-    try:
-        from huggingface_hub import HfApi, constants
-    except ImportError:
-        what = f"an upload to {repository} needs huggingface_hub, which is not installed"
-        raise UsageError(what, next_step="run pip install huggingface_hub") from None
     settings = StoreSettings.from_environment(environ())
-    check_https(constants.ENDPOINT, f"hf://{repository}", allow_http=settings.allow_http)
-    return HfApi()
+    api: HfApi = import_hub(f"hf://{repository}", f"an upload to {repository}", settings).HfApi()
+    return api
 
 
 def _look_at(api: HfApi, repository: str, *, overwrite: bool) -> tuple[set[str], str | None]:

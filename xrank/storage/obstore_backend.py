@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.storage.client import (
+    Backend,
     FaultError,
     FaultKind,
     Folder,
     ObjectStatus,
     StoreSettings,
-    check_https,
+    import_hub,
     make_fault,
     or_none,
 )
@@ -165,7 +166,7 @@ def _fault(error: Exception) -> FaultError:
     return FaultError(FaultKind.REFUSED, name)
 
 
-class FsspecBackend:
+class _FsspecBackend:
     """A folder of a file system of fsspec; see `Backend`."""
 
     fills_memory = False
@@ -178,7 +179,6 @@ class FsspecBackend:
         return f"{self._root}/{key}".rstrip("/")
 
     def head(self, key: str) -> ObjectStatus:
-        """Return the status of an object."""
         with _faults(of_files=True):
             found = self._files.info(self._path(key))
         if found["type"] == "directory":
@@ -194,7 +194,6 @@ class FsspecBackend:
             return status if status is not None else _file_status(self._files.info(self._path(key)))
 
     def list_folder(self, key: str) -> Folder:
-        """Return what lies directly below a key."""
         self._files.invalidate_cache()
 
         def ask() -> list[Any]:
@@ -211,20 +210,15 @@ class FsspecBackend:
         return Folder(objects, frozenset(named.keys() - objects.keys()))
 
 
-def open_fsspec(scheme: str, root: str, settings: StoreSettings) -> FsspecBackend:
+def open_fsspec(scheme: str, root: str, settings: StoreSettings) -> Backend:
     """Return the backend of a repository of the Hub, or of another scheme that an installed package knows."""
     if scheme == "hf":
-        try:
-            from huggingface_hub import HfFileSystem, constants
-        except ImportError:
-            what = f"reading {root} needs huggingface_hub, which is not installed"
-            raise UsageError(what, next_step="run pip install huggingface_hub") from None
-        check_https(constants.ENDPOINT, root, allow_http=settings.allow_http)
-        return FsspecBackend(HfFileSystem(skip_instance_cache=True), root)
+        hub = import_hub(root, f"reading {root}", settings)
+        return _FsspecBackend(hub.HfFileSystem(skip_instance_cache=True), root)
     try:
         import fsspec
 
-        return FsspecBackend(fsspec.filesystem(scheme, skip_instance_cache=True), root)
+        return _FsspecBackend(fsspec.filesystem(scheme, skip_instance_cache=True), root)
     except (ImportError, ValueError):
         want = "s3, gs, az, abfs, hf, https, file, or a scheme of fsspec"
         next_step = "check the URL, or install fsspec and its package for this scheme"

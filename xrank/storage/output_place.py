@@ -234,9 +234,7 @@ def _describe_kind(path: str) -> str:
         names = sorted(os.listdir(path))
     except OSError:
         return "something that cannot be looked at"
-    if not names:
-        return "an empty folder"
-    return f"a folder that holds {list_text(map(repr, names), 3)}"
+    return f"a folder that holds {list_text(map(repr, names), 3)}" if names else "an empty folder"
 
 
 def find_other_files(replaced: str, path: str) -> list[str]:

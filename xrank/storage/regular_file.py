@@ -299,10 +299,14 @@ class ObjectFile(RegularFile, frozen=True):
     key: str
 
     def _read(self, offset: int, end: int) -> bytes:
-        if offset == end:
-            return b""
-        part = _kept.find(self._identity, offset, end)
-        return bytes(part if part is not None else self._fetch(offset, end)[: end - offset])
+        part = _kept.find(self._identity, offset, end) if offset < end else memoryview(b"")
+        if part is None:
+            start, stop = self._widen(offset, end)
+            if start == 0 or stop == self.nbytes:
+                _read_ahead(self.origin.path, is_last=start > 0)
+            part = _kept.find(self._identity, start, stop)
+            part = (self._get(start, stop) if part is None else part)[offset - start : end - start]
+        return bytes(part)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Read small ranges (offset, bytes), many at once, and keep them for `read`."""
@@ -341,14 +345,6 @@ class ObjectFile(RegularFile, frozen=True):
         if end > total - _END_NBYTES:
             return min(start, total - _END_NBYTES), total
         return start, min(total, max(end, start + _LEAST_NBYTES))
-
-    def _fetch(self, offset: int, end: int) -> memoryview:
-        """Return the bytes from an offset on, at least up to `end`."""
-        start, end = self._widen(offset, end)
-        if start == 0 or end == self.nbytes:
-            _read_ahead(self.origin.path, is_last=start > 0)
-        part = _kept.find(self._identity, start, end)
-        return (self._get(start, end) if part is None else part)[offset - start :]
 
     def _get(self, start: int, end: int, *, stop: threading.Event | None = None) -> memoryview:
         try:

@@ -35,14 +35,14 @@ from xrank.storage.client import (
     or_none,
     receive,
 )
-from xrank.storage.uploads import Body, KnownParts, UploadedObject, UploadedPart
+from xrank.storage.uploads import Body, KnownParts, UploadedObject, UploadedPart, WritableBackend
 
 MARK = "xrank-stage"
 """Name of the metadata that says which stage has written an object."""
 _PIECE_NBYTES = 256 << 10
 
 
-def open_s3(root: str, settings: StoreSettings) -> S3Backend:
+def open_s3(root: str, settings: StoreSettings) -> WritableBackend:
     """Return the backend of a bucket; UsageError without botocore or credentials, or if plain http is not allowed."""
     require("botocore", f"reading {root}")
     import botocore.session
@@ -81,7 +81,7 @@ def open_s3(root: str, settings: StoreSettings) -> S3Backend:
         raise make_credentials_error(root, next_step + "public bucket", "no credentials")
     send = _make_sender(seconds, settings.connections, variables)
     client.meta.events.register("before-send.s3", send)
-    return S3Backend(root.partition("://")[2], client, endpoint)
+    return _S3Backend(root.partition("://")[2], client, endpoint)
 
 
 def find_endpoint(variables: Mapping[str, str]) -> str | None:
@@ -118,7 +118,7 @@ class _Received(io.BytesIO):
         yield self.read()
 
 
-class S3Backend:
+class _S3Backend:
     """One bucket; see `xrank.storage.uploads.WritableBackend`. Requests go to the `endpoint`; None: to Amazon."""
 
     fills_memory = True
@@ -138,14 +138,12 @@ class S3Backend:
             raise UsageError(what, file=url, next_step="write to gs://, with the credentials that reading it takes")
 
     def head(self, key: str) -> ObjectStatus:
-        """Return the status of an object."""
         answer = self._ask("head_object", Key=key)
         return _status(answer, answer["ContentLength"])
 
     def read(
         self, key: str, start: int, end: int, status: ObjectStatus | None, take: Callable[[memoryview | bytes], None]
     ) -> ObjectStatus:
-        """Pass bytes [start, end) of an object to `take`, and return its status with this answer."""
         condition = {"IfMatch": status.version} if status is not None and status.is_etag and status.version else {}
         with _faults():
             wanted = {"Key": key, "Range": f"bytes={start}-{end - 1}", **condition}
@@ -160,7 +158,6 @@ class S3Backend:
             return _status(answer, answer["ContentRange"].rpartition("/")[2])
 
     def list_folder(self, key: str) -> Folder:
-        """Return what lies directly below a key."""
         objects: dict[str, ObjectStatus] = {}
         folders: set[str] = set()
         for page in self._pages("list_objects_v2", Prefix=f"{key}/" if key else "", Delimiter="/"):
@@ -172,7 +169,6 @@ class S3Backend:
         return Folder(objects, frozenset(folders))
 
     def put(self, key: str, data: bytes | memoryview, condition: str | None, mark: str = "") -> str:
-        """Write an object at one instant and return its version."""
         crc32 = isal_zlib.crc32(data)
         options = {"ChecksumCRC32": _crc32_text(crc32), **_condition(condition)}
         options |= {"Metadata": {MARK: mark}} if mark else {}
@@ -181,16 +177,13 @@ class S3Backend:
         return str(answer["ETag"])
 
     def delete(self, key: str) -> None:
-        """Delete an object."""
         self._ask("delete_object", Key=key)
 
     def look(self, key: str) -> UploadedObject | None:
-        """Return an object as the store describes it; None if it is absent."""
         answer = or_none(lambda: self._ask("head_object", Key=key))
         return answer and UploadedObject(answer["ContentLength"], answer["ETag"], answer["Metadata"].get(MARK))
 
     def create(self, key: str, mark: str) -> str:
-        """Begin an upload and return its id."""
         answer = self._ask("create_multipart_upload", Key=key, Metadata={MARK: mark}, ChecksumAlgorithm="CRC32")
         return str(answer["UploadId"])
 
@@ -202,7 +195,6 @@ class S3Backend:
         return str(answer["ETag"])
 
     def list_parts(self, key: str, upload_id: str) -> KnownParts | None:
-        """Return the parts that are in the store; None without such an upload."""
         found: KnownParts = {}
 
         def ask() -> KnownParts:
@@ -218,7 +210,6 @@ class S3Backend:
     def complete(
         self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None
     ) -> None:
-        """Make the object of the parts."""
         crcs = [(part, _crc32_text(part.crc32)) for part in parts]
         rows = [{"PartNumber": part.number, "ETag": part.etag, "ChecksumCRC32": crc32} for part, crc32 in crcs]
         place = {"Key": key, "UploadId": upload_id, **_condition(condition)}
@@ -227,11 +218,9 @@ class S3Backend:
             raise FaultError(FaultKind.PASSING, "an answer without ETag")
 
     def abort(self, key: str, upload_id: str) -> None:
-        """Remove an upload and its parts; it may be gone."""
         or_none(lambda: self._ask("abort_multipart_upload", Key=key, UploadId=upload_id))
 
     def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
-        """Return (key, id) of the uploads below a prefix that are neither completed nor aborted."""
         pages = self._pages("list_multipart_uploads", Prefix=prefix)
         return [(one["Key"], one["UploadId"]) for page in pages for one in page.get("Uploads", ())]
 

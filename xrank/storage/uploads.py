@@ -134,10 +134,6 @@ class Body(io.RawIOBase):
         self._at = max(0, offset + (0, self._at, len(self._data))[whence])
         return self._at
 
-    def tell(self) -> int:
-        """Return the place."""
-        return self._at
-
 
 def new_upload_id() -> str:
     """Return an id for stores that give none: when the upload began, in seconds since the epoch, and random bits."""
@@ -172,10 +168,9 @@ def count_parts(nbytes: int) -> int:
 
 
 class Uploads:
-    """Uploads to one bucket or container; any thread may call it. Requests are repeated and counted as `ObjectStore`'s.
+    """Uploads to one bucket or container; any thread may call it. Requests and their errors are as `ObjectStore`'s.
 
-    Raises (from every method): as `ObjectStore`; when it is made:
-        UsageError: there are no credentials, a package is missing, or the store ignores conditions.
+    UsageError when it is made without credentials or a package, or if the store ignores conditions.
     """
 
     def __init__(self, store: ObjectStore, url: str | None = None) -> None:

@@ -39,12 +39,9 @@ def is_url(path: str) -> bool:
 
 
 def clean_path(path: str | os.PathLike[str]) -> str:
-    """Return a path as its user gave it, and a URL in the form that all of xrank uses.
+    """Return a path as its user gave it, and a URL in the form that all of xrank uses, without ``file://``.
 
-    ``file://`` is left out.
-
-    Raises:
-        UsageError: the URL contains a name, a password or a signature; the error does not repeat them.
+    UsageError if the URL contains a name, a password or a signature; the error does not repeat them.
     """
     text = os.fspath(path)
     match = _URL.match(text) if ":/" in text else None

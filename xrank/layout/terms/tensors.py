@@ -637,12 +637,9 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
         raise LayoutError(what, got=repr(spec), want="axes that cut dims or hold addends, and no others")
     unreduced = getattr(spec, "unreduced", None) or ()
     entries = tuple(spec)
-    count = len(entries) if ndim is None else ndim
-    if len(entries) > count:
-        what = f"the PartitionSpec {entries!r} has more entries than the tensor has dims"
-        raise LayoutError(what, got=f"{len(entries)} entries", want=f"at most {count}")
-    cuts = [_axes_of(entry, entries) for entry in entries] + [()] * (count - len(entries))
-    names = free_size_names(count, mesh.axis_names)
+    filled = _fill(entries, ndim, f"the PartitionSpec {entries!r} has more entries than the tensor has dims", "entries")
+    cuts = [_axes_of(entry, entries) for entry in filled]
+    names = free_size_names(len(filled), mesh.axis_names)
     dims = tuple(chain_cuts(name, axes, "/") for name, axes in zip(names, cuts, strict=True))
     # A set has no order, so use the mesh's; axes that the mesh lacks come last and are refused.
     sums = sorted(unreduced, key=(*mesh.axis_names, *sorted(unreduced)).index)
@@ -675,6 +672,14 @@ def to_partition_spec(
         raise beyond_dialect("the entries of a PartitionSpec", what, got, "a layout without sums", next_step)
     axes = even_axes_of(layout, "PartitionSpecs", mesh, shape)
     return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes)
+
+
+def _fill(entries: tuple[Any, ...], ndim: int | None, what: str, unit: str) -> tuple[Any, ...]:
+    """Return one entry per dim; those that are not given are None."""
+    count = len(entries) if ndim is None else ndim
+    if len(entries) > count:
+        raise LayoutError(what, got=f"{len(entries)} {unit}", want=f"at most {count}")
+    return entries + (None,) * (count - len(entries))
 
 
 def _axes_of(entry: Any, entries: tuple[Any, ...]) -> tuple[str, ...]:
@@ -727,11 +732,7 @@ def from_keras_axes(axes: Any, mesh: DeviceMesh, ndim: int | None = None) -> Ten
     if isinstance(entries, str):
         raise LayoutError(f"the axes {entries!r} are one text", want="one entry a dim, such as (None, 'model')")
     entries = tuple(entries)
-    count = len(entries) if ndim is None else ndim
-    if len(entries) > count:
-        what = f"the axes {entries!r} are more than the tensor's dims"
-        raise LayoutError(what, got=f"{len(entries)} axes", want=f"at most {count}")
-    return TensorLayout(entries + (None,) * (count - len(entries)), mesh)
+    return TensorLayout(_fill(entries, ndim, f"the axes {entries!r} are more than the tensor's dims", "axes"), mesh)
 
 
 def to_keras_axes(
