@@ -100,18 +100,6 @@ class LayoutFile(Struct, frozen=True):
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name -> the name that it stands for."""
 
-    def with_mesh(self, mesh: DeviceMesh, file: str) -> LayoutFile:
-        """Return the content on another mesh, with the views as views of that mesh.
-
-        LayoutError if a view does not fit the mesh, or a size has the name of an axis.
-        """
-        try:
-            views = {name: mesh.view(view.grid) for name, view in self.views.items()}
-        except LayoutError as error:
-            raise name_file(error, "a view of [mesh]", file) from error
-        _sizes(dict(self.sizes), [mesh, *views.values()], file)
-        return replace(self, mesh=mesh, views=views)
-
 
 def read_layout_file(file: str) -> LayoutFile:
     """Read a layout file; UsageError if it cannot be read, LayoutError if it is not TOML or has unknown content."""
@@ -457,7 +445,13 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         """
         file = os.fspath(path)
         content = read_layout_file(file)
-        content = content if mesh is None else content.with_mesh(mesh, file)
+        if mesh is not None:
+            try:
+                views = {name: mesh.view(view.grid) for name, view in content.views.items()}
+            except LayoutError as error:
+                raise name_file(error, "a view of [mesh]", file) from error
+            _sizes(dict(content.sizes), [mesh, *views.values()], file)  # none may have the name of an axis
+            content = replace(content, mesh=mesh, views=views)
         return _from_file(content, file, cls)
 
     def write(self, path: str | os.PathLike[str]) -> None:

@@ -37,13 +37,12 @@ from xrank.layout.notation import (
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound
 
 names_of_dim = lru_cache(maxsize=4096)(size_names_of)
-count_names_of_dim = lru_cache(maxsize=4096)(count_names_of)
 
 
 @lru_cache(maxsize=4096)
 def _names_of(tree: LayoutTree) -> tuple[str, ...]:
     """Return all names in a layout's sizes and counts, each once."""
-    return tuple(dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of_dim(dim))))
+    return tuple(dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of(dim))))
 
 
 _check_sound = lru_cache(maxsize=4096)(lambda tree, lengths: check_sound(tree, dict(lengths)))
@@ -243,7 +242,7 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
             if isinstance(of, Size):
                 inner = _compile(of, sizes, places)
             else:  # the cache shares it between all places along the split's own axis
-                inner = compile_dim(of, tuple(sizes.items()), tuple((each, *places[each]) for each in _axes_of(of)))
+                inner = compile_dim(of, tuple(sizes.items()), tuple((each, *places[each]) for each in axes_of(of)))
             low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
             kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
             nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
@@ -251,9 +250,6 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
         case Flat(members, multiple):
             whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
             return whole if multiple is None else _pad(whole, multiple, sizes)
-
-
-_axes_of = lru_cache(maxsize=4096)(axes_of)
 
 
 def product_of(parts: Iterable[DimPart]) -> DimPart:
@@ -478,7 +474,7 @@ def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
 
 def _count_lengths(tree: LayoutTree, lengths: Mapping[str, int]) -> Sizes:
     """Return the axes in counts with their lengths."""
-    return tuple((name, lengths[name]) for dim in tree.dims for name in count_names_of_dim(dim) if name in lengths)
+    return tuple((name, lengths[name]) for dim in tree.dims for name in count_names_of(dim) if name in lengths)
 
 
 @lru_cache(maxsize=16_384)
@@ -495,7 +491,7 @@ def _bind_dims(
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
     """Return each dim with the axes that cut it and the numbers of its names; shared by all ranks."""
     bound = bind(tree, shape, dict(count_lengths), dict(sizes))
-    names = {dim: (*names_of_dim(dim), *count_names_of_dim(dim)) for dim in tree.dims}
+    names = {dim: (*names_of_dim(dim), *count_names_of(dim)) for dim in tree.dims}
     numbers = {dim: tuple((name, bound[name]) for name in own) for dim, own in names.items()}
     return tuple((dim, frozenset(axes_of(dim)), numbers[dim]) for dim in tree.dims)
 
@@ -589,7 +585,7 @@ class _Inference(Struct):
             unknown = self._unknown(dims[i])
             if len(unknown) > 1:
                 raise unknown_size_error(f"the layout {self.layout}", unknown[0])
-            for name in count_names_of_dim(dims[i]):
+            for name in count_names_of(dims[i]):
                 if name not in self.bound:
                     raise unknown_size_error(f"the layout {self.layout}", name)
             for name in unknown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from msgspec import Struct
@@ -193,6 +194,7 @@ def walk(node: Node) -> Iterator[Node]:
     yield node
 
 
+@lru_cache(maxsize=4096)
 def axes_of(node: Node) -> tuple[str, ...]:
     """Return the axes that cut a dim, each once, in the order of the cuts."""
     return tuple(dict.fromkeys(below.axis for below in walk(node) if isinstance(below, Split)))
@@ -204,6 +206,7 @@ def size_names_of(node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
 
 
+@lru_cache(maxsize=4096)
 def count_names_of(node: Node) -> tuple[str, ...]:
     """Return the names in a dim's counts, each once: sizes, or axes, which stand for their lengths."""
     factors = (factor for below in walk(node) for count in _counts(below) for factor in count)

@@ -489,7 +489,7 @@ class BucketStage(Stage):
         hexes = tuple(one.hex() for one in tensors)
         record = FileRecord(self._journal.content.stage, upload.upload_id, nbytes, digest, hexes, tuple(parts))
         self._place.store.put(self._place.record_key(name), _seal(record))
-        self._records[name], self._finished[name] = record, JournalLine(name, nbytes, digest)
+        self._records[name], self.finished[name] = record, JournalLine(name, nbytes, digest)
 
     def finish_file(self, name: str, file: UploadedFile, digest: str, tensors: Sequence[bytes]) -> None:
         """Wait for the last part of a file, and record it as finished."""
@@ -498,7 +498,7 @@ class BucketStage(Stage):
 
     def discard(self, name: str) -> None:
         """Forget a finished file; it is made again."""
-        self._finished.pop(name, None)
+        self.finished.pop(name, None)
         self._records.pop(name, None)
 
     def write_file(self, name: str, content: bytes) -> JournalLine:
@@ -627,7 +627,7 @@ class BucketStage(Stage):
                 is_there = there is not None and (there.mark, there.nbytes) == (content.stage, record.nbytes)
             if is_there:
                 self._records[name] = record
-                self._finished[name] = JournalLine(name, record.nbytes, record.digest)
+                self.finished[name] = JournalLine(name, record.nbytes, record.digest)
 
     def _check_objects(self, names: Sequence[str]) -> None:
         """Compare size and writer of objects that the commit has made."""

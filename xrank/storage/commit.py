@@ -13,7 +13,6 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Protocol
 
 import xxhash
@@ -64,12 +63,8 @@ class Stage(ABC):
 
     def __init__(self, path: str, notes: tuple[str, ...] = ()) -> None:
         self.path, self.notes = path, notes
-        self._finished: dict[str, JournalLine] = {}
-
-    @property
-    def finished(self) -> Mapping[str, JournalLine]:
+        self.finished: dict[str, JournalLine] = {}
         """Finished files by name, of this run and of an interrupted one of the same plan."""
-        return MappingProxyType(self._finished)
 
     def recall(self, name: str) -> tuple[bytes, list[bytes]] | None:
         """Return the digests of a finished file and of its tensors; None: it must be read again for them."""

@@ -134,7 +134,7 @@ class FolderStage(Stage):
         super().__init__(path, notes)
         self._place, self._plan_digest = place, plan_digest
         self._overwrite, self._replaces_states = overwrite, replaces_states
-        self._finished = {line.file: line for line in finished}
+        self.finished = {line.file: line for line in finished}
         self._identity = disk.identity(path)
         self._journal_lock = threading.Lock()
         self._is_committed = False
@@ -169,14 +169,14 @@ class FolderStage(Stage):
                 with open(journal, "ab", buffering=0):
                     system.write_all(journal, seal(to_builtins(line)))
                     os.fsync(journal)
-                self._finished[name] = line
+                self.finished[name] = line
 
     def discard(self, name: str) -> None:
         """Remove a finished file that turned out to be wrong."""
         path = self._path_of(name)
         with self._explain_errors(path), self._journal_lock:
             # The journal keeps the line: a resume ignores lines without a file and verifies the digests of the others.
-            self._finished.pop(name, None)
+            self.finished.pop(name, None)
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -215,7 +215,7 @@ class FolderStage(Stage):
         if self._is_committed or disk.identity(self.path) != self._identity:
             return
         with suppress(OSError, XrankError):
-            if not self._finished:
+            if not self.finished:
                 clear_folder(self._place, self.path)
                 return
             for path in self._list_parts():
@@ -226,7 +226,7 @@ class FolderStage(Stage):
             for path in self._list_parts():
                 what = f"{path}: was not finished, so the output is not whole"
                 raise XrankError(what, file=path, next_step=f"{AGAIN}, which goes on from the files already finished")
-            for line in self._finished.values():
+            for line in self.finished.values():
                 path = self._path_of(line.file)
                 # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
                 _check_size(path, "changed after it was finished", os.lstat(path).st_size, line.nbytes)
@@ -299,7 +299,7 @@ class FolderStage(Stage):
         # The journal was removed; without it the next run could not resume.
         if disk.identity(self.path) == self._identity:
             with suppress(OSError, XrankError):
-                write_journal(self.path, self._plan_digest, tuple(self._finished.values()))
+                write_journal(self.path, self._plan_digest, tuple(self.finished.values()))
 
     def _list_parts(self) -> list[str]:
         found = []
