@@ -15,7 +15,7 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.layout_map import companion_part, parse_companion
 from xrank.layout.local_part import LocalPart, local_part
-from xrank.layout.mesh_parts import MeshParts, companion_mesh_parts, flat_mesh_parts, flat_part, mesh_parts
+from xrank.layout.mesh_parts import MeshParts, flat_mesh_parts, flat_part, mesh_parts
 from xrank.layout.nests import Nest, size
 
 MANY = "<" + " | ".join(f"p{i}: 1" for i in range(130)) + ">"
@@ -227,11 +227,11 @@ def test_companions_of_all_ranks_are_those_of_each() -> None:
             }
         except LayoutError as error:
             with pytest.raises(LayoutError) as refused:
-                companion_mesh_parts(companion, layout, mesh, shape, sizes=names)
+                mesh_parts(layout, mesh, shape, sizes=names, companion=companion)
             assert (refused.value.next_step, refused.value.want) == (error.next_step, error.want)
             outcomes[False] += 1
             continue
-        found = parts_by_rank(companion_mesh_parts(companion, layout, mesh, shape, sizes=names))
+        found = parts_by_rank(mesh_parts(layout, mesh, shape, sizes=names, companion=companion))
         held = {rank: (part.nests, part.shape) for rank, part in parts.items() if part is not None}
         assert {rank: kind[:2] for rank, kind in found.items()} == held, (str(layout), shape, text)
         outcomes[True] += 1

@@ -19,7 +19,7 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.coverage import contains, range_text
 from xrank.layout.layout_map import Companion, base_layout, base_of_shape, base_shapes, companion_shape
 from xrank.layout.local_part import check_shape, collect_known_names, global_size
-from xrank.layout.mesh_parts import MeshParts, companion_mesh_parts, flat_mesh_parts, mesh_parts
+from xrank.layout.mesh_parts import MeshParts, flat_mesh_parts, mesh_parts
 from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.notation import LayoutTree, axes_of
@@ -402,7 +402,7 @@ class _Compiler:
             bases = self._fitting[companion].get(start.shape, {})
         base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
         mesh = self._mesh(layout)
-        parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
+        parts = mesh_parts(layout, mesh, base, sizes=self.layouts.sizes, companion=companion)
         found = apply_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
         return self._apply_name(found, layout) if has_name else found
 

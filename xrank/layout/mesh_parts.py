@@ -224,60 +224,49 @@ class MeshParts(Struct, frozen=True, eq=False):
 
 
 def mesh_parts(
-    layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int], *, sizes: Mapping[str, int] | None = None
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    companion: Companion | None = None,
 ) -> MeshParts:
     """Return the parts of a tensor on all ranks of a mesh, equal to `local_part` for each rank.
 
-    Each dim is compiled once for each distinct place along the axes that cut it. Arguments and errors as there.
+    Each dim is compiled once for each distinct place along the axes that cut it. Where a companion is given, its parts
+    are returned, equal to `companion_part`. Arguments and errors as there.
     """
-    placed, tables = compile_dims(layout, mesh, shape, sizes=sizes)
-    return combine_dims(placed, tables)
-
-
-def compile_dims(
-    layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int], *, sizes: Mapping[str, int] | None = None
-) -> tuple[PlacedRanks, list[DimTable]]:
-    """Return the ranks with a part of a tensor, and each dim compiled for its own distinct places."""
+    blocks = None if companion is None else blocks_of(companion, len(companion_shape(companion, shape)))
     # Called for its checks and the lengths, which are the same for every rank.
     lengths, _ = places_of(layout, mesh, mesh.coordinate(mesh.ranks[0]))
-    placed = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.cut_axes)
-    if not len(placed.ranks):
-        return placed, []
+    ranks, part, dims = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.cut_axes)
+    if not len(ranks):
+        return MeshParts(ranks, ranks, ranks, ranks, NestTable.from_nests(()))
     bound = bind_dims(layout, shape, lengths, check_sizes(sizes))
-    return placed, [
+    compiled = [
         compile_places(dim, dict(known), places, num_places)
-        for (dim, _, known), (places, num_places, _) in zip(bound, placed.dims, strict=True)
+        for (dim, _, known), (places, num_places, _) in zip(bound, dims, strict=True)
     ]
-
-
-def combine_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
-    """Return the parts of a tensor with these dims, from `compile_dims` or derived from its result."""
-    if not len(placed.ranks):
-        none = np.zeros(0, dtype=np.int64)
-        return MeshParts(none, none, none, none, NestTable.from_nests(()))
-    num_parts = int(placed.part.max()) + 1
     tables = []
-    for table, (_, _, chosen) in zip(dims, placed.dims, strict=True):
+    for i, (table, (_, _, chosen)) in enumerate(zip(compiled, dims, strict=True)):
+        if companion is not None and blocks is not None:
+            table = _divide_table(table, blocks[i], (companion, layout, i))
         rows, owner = rows_of(table.owner, chosen, len(table.local_sizes))
         tables.append(DimTable(table.global_size, table.local_sizes[chosen], owner, table.nests.take(rows)))
+    num_parts = int(part.max()) + 1
     whole = product_table(tables, num_parts)
     shapes = np.stack([table.local_sizes for table in tables], axis=1) if tables else np.zeros((num_parts, 0), np.int64)
-    return MeshParts(placed.ranks, placed.part, whole.local_sizes, whole.owner, whole.nests, shapes)
-
-
-class PlacedRanks(Struct, frozen=True, eq=False):
-    """The ranks in a layout's "where", and their distinct places along the axes that cut."""
-
-    ranks: IntArray
-    part: IntArray
-    dims: tuple[tuple[PlaceArrays, int, IntArray], ...]
-    """For each dim: its distinct places, their number, and the place of each part."""
+    return MeshParts(ranks, part, whole.local_sizes, whole.owner, whole.nests, shapes)
 
 
 @lru_cache(maxsize=256)
 def _place_ranks(
     mesh: DeviceMesh, view: DeviceMesh | None, where: tuple[Where, ...], axes: tuple[tuple[str, ...], ...]
-) -> PlacedRanks:
+) -> tuple[IntArray, IntArray, tuple[tuple[PlaceArrays, int, IntArray], ...]]:
+    """Return the ranks in a layout's "where", the part of each, and what each dim has.
+
+    That is its distinct places along the axes that cut it, their number, and the place of each part.
+    """
     ranks, at = _coordinates(mesh, view)
     is_held = np.ones(len(ranks), dtype=np.bool_)
     for each in where:
@@ -293,7 +282,7 @@ def _place_ranks(
     for own in axes:
         chosen, index = _distinct(_keys(at, own, len(first_of)))
         dims.append(({axis: (at[axis][0], at[axis][1][chosen]) for axis in own}, len(chosen), index))
-    return PlacedRanks(ranks[is_held], part, tuple(dims))
+    return ranks[is_held], part, tuple(dims)
 
 
 def _coordinates(mesh: DeviceMesh, view: DeviceMesh | None) -> tuple[IntArray, PlaceArrays]:
@@ -420,25 +409,6 @@ def _members(
         starts[member.name] = (total, total + prod(shape))
         total += prod(shape)
     return starts, total, known
-
-
-def companion_mesh_parts(
-    companion: Companion,
-    layout: TensorLayout,
-    mesh: DeviceMesh,
-    shape: Sequence[int],
-    *,
-    sizes: Mapping[str, int] | None = None,
-) -> MeshParts:
-    """Return the parts of a companion on all ranks of a mesh; arguments and errors as in `companion_part`."""
-    whole = companion_shape(companion, shape)
-    placed, compiled = compile_dims(layout, mesh, shape, sizes=sizes)
-    dims = [
-        _divide_table(table, block, (companion, layout, i))
-        # Not strict: if no rank holds the tensor, no dim is compiled.
-        for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
-    ]
-    return combine_dims(placed, dims)
 
 
 def _divide_table(table: DimTable, block: int, at: PlacedDim) -> DimTable:
