@@ -706,24 +706,19 @@ def _claim(
 ) -> tuple[OpenJournal, tuple[str, ...]]:
     """Make the journal of this output, or take over that of a run that ended."""
     found = read_journal(place)
-    fresh = make_owned(BucketJournal(secrets.token_hex(8), plan_digest))
-    if found is None:
-        try:
-            return OpenJournal(place, fresh, None), ()
-        except OutputExistsError as error:
-            raise _make_running_error(place, None) from error
-    old, version = found
-    if wait_for_owner(place, old, version):
+    old, version = found or (None, None)
+    if found is not None and wait_for_owner(place, *found):
         raise _make_running_error(place, old)
     is_same = old is not None and old.plan == plan_digest and resume
     if old is not None and old.is_committing and not is_same:
         next_step = f"run that gather again, which ends it, or run xrank clean {place.url}"
         what = "a gather of another plan was stopped while its files became visible"
         raise make_exists_error(place.url, what, next_step=next_step)
-    mine = make_owned(old) if old is not None and is_same else fresh
+    mine = old if old is not None and is_same else BucketJournal(secrets.token_hex(8), plan_digest)
+    lost = OutputExistsError if found is None else (ContradictionError, IncompleteError)
     try:
-        journal = OpenJournal(place, mine, version)
-    except (ContradictionError, IncompleteError) as error:  # two took it over at once
+        journal = OpenJournal(place, make_owned(mine), version)
+    except lost as error:  # two made it, or took it over, at once
         raise _make_running_error(place, None) from error
     if is_same or old is None:
         return journal, ()
