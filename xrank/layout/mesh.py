@@ -79,7 +79,7 @@ class DeviceMesh:
             twice = next(rank for position, rank in enumerate(ranks) if positions[rank] != position)
             raise LayoutError(f"the mesh holds rank {twice} twice", rank=twice, want="each rank once")
         values = (lengths, names, ranks, kind, positions, hash((lengths, names, ranks)))
-        for name, value in zip(self.__slots__, values, strict=True):
+        for name, value in zip(DeviceMesh.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:

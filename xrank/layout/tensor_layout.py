@@ -209,7 +209,7 @@ class TensorLayout:
     def _fill(self, tree: LayoutTree, device_mesh: DeviceMesh | None, view_mesh: DeviceMesh | None) -> None:
         check_sound(tree, None if device_mesh is None else axis_lengths(device_mesh, view_mesh))
         values = (tree, device_mesh, view_mesh, tree.dims, tuple(axes_of(dim) for dim in tree.dims))
-        for name, value in zip(self.__slots__, values, strict=True):
+        for name, value in zip(TensorLayout.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
 

@@ -8,6 +8,8 @@ huggingface_hub asks the Hub with its token and follows redirects to other hosts
 from __future__ import annotations
 
 import re
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from xrank.storage.client import (
     make_fault,
     or_none,
 )
-from xrank.storage.uploads import UploadedObject, new_upload_id
+from xrank.storage.uploads import UploadedObject
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -96,8 +98,8 @@ class PartsBackend(ObstoreBackend):
                 raise FaultError(FaultKind.PASSING, fault.text) from None
 
     def create(self, key: str, mark: str) -> str:
-        """Return a new id; the upload begins with its first part."""
-        return new_upload_id()
+        """Return a new id: the time in seconds since the epoch, and random bits. Its first part begins the upload."""
+        return f"{int(time.time()):010x}{secrets.token_hex(6)}"
 
     def look(self, key: str) -> UploadedObject | None:
         """Return an object as the store describes it; None if it is absent."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-import secrets
 import threading
 import time
 from bisect import bisect_right
@@ -135,17 +134,12 @@ class Body(io.RawIOBase):
         return self._at
 
 
-def new_upload_id() -> str:
-    """Return an id for stores that give none: when the upload began, in seconds since the epoch, and random bits."""
-    return f"{int(time.time()):010x}{secrets.token_hex(6)}"
-
-
 PART_NAME = re.compile(r"([0-9a-f]{10}[0-9a-f]{12})-(\d{5})-([0-9a-f]{32})")
-"""Name of a part in such stores: upload, number, MD5. All names have one length."""
+"""Name of a part in stores that do not number parts: upload, number, MD5. All names have one length."""
 
 
 def part_name(upload_id: str, part: UploadedPart) -> str:
-    """Return the name of a part in stores that do not number parts."""
+    """Return the name of a part as in `PART_NAME`."""
     return f"{upload_id}-{part.number:05}-{part.etag.strip(chr(34))}"
 
 
