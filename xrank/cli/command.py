@@ -133,7 +133,6 @@ class Messages(logging.Handler):
 
 
 _RESUMED = ("gather", "reshard")
-"""Commands that resume after an interruption."""
 
 
 class Output:

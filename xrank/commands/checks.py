@@ -42,7 +42,6 @@ class Verdict(Struct, frozen=True, eq=False):
     source: SourceFacts
     proof: ProofFacts
     outputs: Sequence[OutputTensor]
-    """The tensors that were checked."""
     notes: tuple[tuple[str, str], ...] = ()
 
 

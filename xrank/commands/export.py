@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _BUFFERS_NBYTES = 64_000_000
-"""Bytes of a rank's buffers by default."""
 
 
 @overload

@@ -9,18 +9,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.commands.folder_filling import check_dry_run, find_earlier, make_output
+from xrank.commands.folder_filling import check_dry_run, make_once
 from xrank.commands.report import counts_requests, folder_report, plan_report
 from xrank.engine.replicas import ReplicaChoice
 from xrank.engine.report import Report
-from xrank.engine.sources import open_source
 from xrank.environment import environ
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
@@ -234,10 +232,6 @@ def gather_checkpoint(
     started = time.monotonic()
     with team.together():
         planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, team.check_plans)
-        written = find_earlier(planned, target, team)
-        if written is None:
-            beside = None if is_url(target) else os.path.dirname(os.path.abspath(target))
-            with closing(open_source(planned.plan.source, beside)) as files:
-                written = make_output(planned, files, target, progress, team, is_repeatable=True)
+        written = make_once(planned, target, progress, team)
     report = folder_report("gather", planned, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)

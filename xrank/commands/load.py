@@ -81,12 +81,10 @@ class PreparedLoad(Struct, frozen=True, eq=False):
     """One rank's proven load, before any tensor changes."""
 
     local: LocalModel
-    """Tensors of the module on this rank."""
     source: StoredModel
     """The source under the module's names."""
     load: Load
     digests: ManifestDigests
-    """Digests of whole tensors in the source's manifest."""
     notes: tuple[tuple[str, str], ...]
 
 

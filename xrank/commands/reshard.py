@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.commands.folder_filling import check_dry_run, find_earlier, make_states
+from xrank.commands.folder_filling import check_dry_run, make_once
 from xrank.commands.report import counts_requests, reshard_report
 from xrank.engine.report import Report
 from xrank.errors import UsageError, names_own_arguments, option
@@ -126,5 +126,5 @@ def reshard_checkpoint(
             lambda reshard: reshard.digest,
             team.check_plans,
         )
-        made = find_earlier(reshard, path, team) or make_states(reshard, path, progress, team)
+        made = make_once(reshard, path, progress, team)
     return reshard_report(reshard, path, started, made)

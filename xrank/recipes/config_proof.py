@@ -140,7 +140,6 @@ class ConfigClaim(Struct, frozen=True):
     kind: str
     """The key that has this meaning in most families."""
     keys: tuple[str, ...]
-    """The keys that give the number."""
     numbers: tuple[int, ...]
     """The number, and others that are as good."""
     found: Mapping[int, LengthPlace]

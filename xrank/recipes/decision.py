@@ -270,7 +270,6 @@ class Request(Struct, frozen=True, eq=False):
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name -> name of the tensor that is written for it, from a layout file."""
     config_overrides: Mapping[str, Any] | None = None
-    """Additional content of config.json."""
     module_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     """Name in the live module to fill -> global shape; None where one rank does not know it."""
     file_names: Collection[str] = ()
@@ -292,9 +291,7 @@ class Decision(Struct, frozen=True, eq=False):
     adapted: Adapted | None
     """The source with its adapter kept apart or merged; None for a source without an adapter."""
     selection: Selection
-    """The tensors to write, their dtypes and ties."""
     small: SmallFiles = SmallFiles()
-    """Small files beside the weights."""
 
     @property
     def is_model(self) -> bool:

@@ -30,9 +30,7 @@ class OwnConfig(Struct, frozen=True):
     """The configuration that a model carries; all fields are empty if it is not a transformers module."""
 
     config: Mapping[str, Any] | None = None
-    """Content of config.json."""
     generation_text: str | None = None
-    """Text of generation_config.json."""
     adapter_text: str | None = None
     """Text of PEFT's adapter_config.json for the active adapter."""
     unsaved: tuple[str, ...] = ()
@@ -213,9 +211,7 @@ class FoundSource(Struct, frozen=True, eq=False):
     config: Mapping[str, Any] | None
     """The model's config.json: the one beside the source, the base model's, or the one in the source."""
     config_path: str | None = None
-    """Path of the config, if it is a file."""
     companions: tuple[CompanionFile, ...] = ()
-    """Small files beside the source."""
     notes: tuple[tuple[str, str], ...] = ()
     """Notes on companions that share a name, so that only one is used."""
     place: str | None = None

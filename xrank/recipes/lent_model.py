@@ -145,7 +145,6 @@ class ModelPart(Struct, frozen=True, eq=False):
     views: Sequence[LocalBytes]
     """Bytes of its tensors, in place or copied."""
     config: OwnConfig
-    """The config of its module."""
 
 
 class LentModel(Struct, frozen=True, eq=False):

@@ -37,7 +37,6 @@ class Hole(Struct, frozen=True):
     """A tensor, or a module of a list, that a model lacks."""
 
     name: str
-    """Name of the tensor or the module."""
     like: str
     """Name of a tensor that the model has in its place in another module of the list."""
     num_others: int

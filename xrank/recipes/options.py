@@ -89,11 +89,8 @@ class GatherOptions:
     """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
 
     max_shard_nbytes: int = field(init=False, repr=False, compare=False)
-    """Maximum bytes of tensors in an output file."""
     max_memory_nbytes: int = field(init=False, repr=False, compare=False)
-    """Maximum bytes of all buffers together."""
     num_workers: int = field(init=False, repr=False, compare=False)
-    """Number of worker threads."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> GatherOptions:

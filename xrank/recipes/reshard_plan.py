@@ -43,7 +43,6 @@ class NewPart(Struct, frozen=True):
     """The part of a tensor that one rank is to hold."""
 
     shape: tuple[int, ...]
-    """Local shape of the part."""
     part: TensorPart
 
 
