@@ -136,9 +136,8 @@ def proof_row(report: Report) -> tuple[str, str]:
     proof = report.proof
     facts = [f"{plural(report.num_tensors, 'tensor')}, every element exactly once"]
     if "num_checksums" in proof:
-        facts.append(
-            f"{plural(proof.num_checksums, 'checksum')} good" if proof.num_checksums else "no checksums to compare"
-        )
+        good = f"{plural(proof.num_checksums, 'checksum')} good"
+        facts.append(good if proof.num_checksums else "no checksums to compare")
     if proof.num_replicas_compared:
         facts.append(f"{plural(proof.num_replicas_compared, 'replica')} equal")
     if proof.base_model:
@@ -162,48 +161,43 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
     if made.merged:
         rows.append(("adapter", f"merged into {plural(len(made.merged), 'tensor')}"))
     if made.excluded:
-        names = made.excluded
-        rows.append(("left out", f"{plural(len(names), 'tensor')}: {list_text(names)}"))
+        rows.append(("left out", f"{plural(len(made.excluded), 'tensor')}: {list_text(made.excluded)}"))
     if is_verbose:
         rows.append(("recipe", report.source.recipe or "none: the names are those of the source"))
-    files = plural(len(made.files), "file")
-    if report.output is None:
-        buffers = size_text(made.peak_buffer_nbytes)
-        rows.append(
-            ("plan", f"{report.path}: {files}, {size_text(report.nbytes)}, {buffers} of buffers; nothing was written")
-        )
-        return [*rows, *_file_rows(made)]
+    outcome = _outcome_row(report, f"{plural(len(made.files), 'file')}, {size_text(report.nbytes)}")
+    if outcome[0] == "plan":
+        return [*rows, outcome, *_file_rows(made)]
     if is_verbose:
         rows += _file_rows(made)
-    if "made-before" in dict(report.notes):
-        return [*rows, ("found", f"{report.path}: {files}, {size_text(report.nbytes)}; see the note")]
-    speed = size_text(report.nbytes / max(report.seconds, 1e-9))
-    resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
-    resumed += f", {size_text(made.shared_nbytes)} shared with the source" if made.shared_nbytes else ""
-    companions = f"; with {', '.join(made.companions)}" if made.companions else ""
-    companions += "; no config.json: see the note" if "no-config" in dict(report.notes) else ""
-    companions += "; a tensor may be missing: see the note" if "missing-tensor" in dict(report.notes) else ""
-    if is_signed:
+    if is_signed and outcome[0] == "wrote":
         from xrank.storage.output_place import SIGNATURE_NAME  # slow to import for a command's help
 
         rows.append(("signed", f"{report.path}/{SIGNATURE_NAME}, every file"))
-    memory = size_text(report.peak_rss_nbytes)
-    rows.append(
-        (
-            "wrote",
-            f"{report.path}: {files}, {size_text(report.nbytes)}{resumed}, {speed}/s, peak memory {memory}{companions}",
-        )
-    )
-    return rows
+    return [*rows, outcome]
+
+
+def _outcome_row(report: Report, what: str) -> tuple[str, str]:
+    """Return the row about an output, such as "2 files, 5.0 GB", that was planned, found or written."""
+    made, notes = report.made, dict(report.notes)
+    if report.output is None:
+        return "plan", f"{report.path}: {what}, {size_text(made.peak_buffer_nbytes)} of buffers; nothing was written"
+    if "made-before" in notes:
+        return "found", f"{report.path}: {what}; see the note"
+    speed, memory = size_text(report.nbytes / max(report.seconds, 1e-9)), size_text(report.peak_rss_nbytes)
+    resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
+    resumed += f", {size_text(made.shared_nbytes)} shared with the source" if made.shared_nbytes else ""
+    companions = f"; with {', '.join(made.companions)}" if made.companions else ""
+    companions += "; no config.json: see the note" if "no-config" in notes else ""
+    companions += "; a tensor may be missing: see the note" if "missing-tensor" in notes else ""
+    return "wrote", f"{report.path}: {what}{resumed}, {speed}/s, peak memory {memory}{companions}"
 
 
 def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
     rows = []
     for file in made.files:
-        counts = f", {plural(file.num_tensors, 'tensor')}" if file.num_tensors else ""
-        rows.append(
-            ("file", f"{file.name}: {size_text(file.nbytes)}{counts}{f', {file.digest}' if file.digest else ''}")
-        )
+        text = f"{file.name}: {size_text(file.nbytes)}"
+        text += f", {plural(file.num_tensors, 'tensor')}" if file.num_tensors else ""
+        rows.append(("file", f"{text}, {file.digest}" if file.digest else text))
     return rows
 
 
@@ -248,19 +242,8 @@ def _reshard_rows(report: Report) -> list[tuple[str, str]]:
     files = made.files
     sizes = sorted(file.nbytes for file in files)
     share = size_text(sizes[0]) if sizes[0] == sizes[-1] else f"{size_text(sizes[0])} to {size_text(sizes[-1])}"
-    states = f"{plural(len(files), 'state')} of {share}"
+    rows.append(_outcome_row(report, f"{plural(len(files), 'state')} of {share}"))
     if report.output is None:
-        buffers = size_text(made.peak_buffer_nbytes)
-        rows.append(("plan", f"{report.path}: {states}, {buffers} of buffers; nothing was written"))
-        rows += [
-            ("file", f"{file.name}: {size_text(file.nbytes)}, {plural(file.num_tensors, 'tensor')}") for file in files
-        ]
-        return rows
-    if "made-before" in dict(report.notes):
-        return [*rows, ("found", f"{report.path}: {states}; see the note")]
-    speed = size_text(report.nbytes / max(report.seconds, 1e-9))
-    resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
-    companions = f"; with {', '.join(made.companions)}" if made.companions else ""
-    memory = size_text(report.peak_rss_nbytes)
-    wrote = f"{report.path}: {states}{resumed}, {speed}/s, peak memory {memory}{companions}"
-    return [*rows, ("wrote", wrote)]
+        for file in files:
+            rows.append(("file", f"{file.name}: {size_text(file.nbytes)}, {plural(file.num_tensors, 'tensor')}"))
+    return rows

@@ -100,14 +100,12 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
             rows.append(("ranks", "the format does not record which rank wrote which tensor"))
     if tensors:
         for row in details["tensors"]:
-            what = (
-                row.get("problem") or f"{plural(row['num_pieces'], 'piece')}, {plural(row['num_replicas'], 'replica')}"
-            )
+            what = row.get("problem")
+            what = what or f"{plural(row['num_pieces'], 'piece')}, {plural(row['num_replicas'], 'replica')}"
             rows.append(("tensor", f"{row['name']}  {row['dtype']} {row['shape']}  {what}"))
     for problem in render_all(details["problems"], wording):
-        rows.append(
-            ("problem", f"{problem['type']}: {problem['message']} (a gather would exit {problem['exit_code']})")
-        )
+        exits = f"(a gather would exit {problem['exit_code']})"
+        rows.append(("problem", f"{problem['type']}: {problem['message']} {exits}"))
         rows += [("", f"{part:<4} {problem[part]}") for part in ("got", "want", "try") if problem[part]]
     if not details["problems"]:
         rows.append(("problems", "none"))

@@ -28,12 +28,7 @@ from xrank.version import __version__
 from xrank.words import one_line, plural, size_text
 
 _PACKAGES = ("numpy", "ml_dtypes", "xxhash", "isal", "click", "msgspec")
-_OPTIONAL = {
-    "torch": "models in memory",
-    "tensorstore": "Orbax",
-    "zstandard": "Orbax",
-    "pytest": "tests on ranks",
-}
+_OPTIONAL = {"torch": "models in memory", "tensorstore": "Orbax", "zstandard": "Orbax", "pytest": "tests on ranks"}
 _READ_PARENT = """
 import sys
 from xrank.ranks.loans import PeerMemory
@@ -67,14 +62,10 @@ def examine_machine(path: str | os.PathLike[str] = ".") -> Report:
     folder = os.path.abspath(path)
     if not os.path.isdir(folder):
         raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
-    checks = [*_versions(), *_machine(), *_kernel(), *_folder(folder), *_surroundings()]
     names = ("subject", "name", "is_there", "text")
-    return timed_report(
-        "doctor",
-        started,
-        path=folder,
-        details=DoctorDetails(checks=[dict(zip(names, check, strict=True)) for check in checks]),
-    )
+    found = (*_versions(), *_machine(), *_kernel(), *_folder(folder), *_surroundings())
+    checks = [dict(zip(names, check, strict=True)) for check in found]
+    return timed_report("doctor", started, path=folder, details=DoctorDetails(checks=checks))
 
 
 def _versions() -> Iterator[Check]:
@@ -177,17 +168,13 @@ def _surroundings() -> Iterator[Check]:
     models = len(list_cached_models(variables))
     yield "surroundings", "models cached", None, f"{models} in {hub_cache(variables)}"
     for package, name, error in find_plugins():
-        yield (
-            "surroundings",
-            f"reader {name}",
-            error is None,
-            f"of the package {package}" + ((error and f": {error}") or ""),
-        )
+        text = f"of the package {package}" + (f": {error}" if error else "")
+        yield "surroundings", f"reader {name}", error is None, text
     try:
         launch, _ = find_launch(variables, distributed=False)
-        text = (
-            "none: one process" if launch is None else f"{launch.launcher}: rank {launch.rank} of {launch.world_size}"
-        )
+        text = "none: one process"
+        if launch is not None:
+            text = f"{launch.launcher}: rank {launch.rank} of {launch.world_size}"
         yield "surroundings", "launcher", None, text
     except XrankError as error:
         yield "surroundings", "launcher", False, str(error)

@@ -22,15 +22,11 @@ from xrank.words import plural
 
 def list_recipes() -> Report:
     """Return the report of the recipes that come with xrank."""
-    rows = [
-        {
-            "name": recipe.name,
-            "framework": recipe.framework,
-            "model_types": list(recipe.model_types),
-            "num_rules": len(recipe.rules),
-        }
-        for recipe in load_shipped_recipes()
-    ]
+    rows = []
+    for recipe in load_shipped_recipes():
+        types = list(recipe.model_types)
+        row = {"name": recipe.name, "framework": recipe.framework, "model_types": types, "num_rules": len(recipe.rules)}
+        rows.append(row)
     return Report("recipe list", peak_rss_nbytes=peak_rss_nbytes(), details=RecipeDetails(recipes=rows))
 
 
@@ -50,19 +46,10 @@ def show_recipe(name: str, *, is_merged: bool = False) -> Report:
 def check_recipe(
     recipe: str | os.PathLike[str], path: str | os.PathLike[str], *, base_model: str | os.PathLike[str] | None = None
 ) -> Report:
-    """Check a recipe against a source from metadata alone; the report is ``ok`` if all of the source fits.
+    """Check a recipe, a file or one that comes with xrank, against a source from metadata alone.
 
-    Otherwise its ``fault`` names what to correct first. ``details`` lists the tensors, wrong rules, unknown names and
-    missing targets.
-
-    Args:
-        recipe: the recipe's file, or the name of one that comes with xrank.
-        path: the source, under training names, or under Hugging Face's for a recipe that is read backwards.
-        base_model: a model with the names and shapes that the recipe must make.
-
-    Raises:
-        UsageError, LayoutError: the file is not a recipe; the error names file and line.
-        XrankError: the source cannot be read.
+    The report is ``ok`` if all of the source fits; else its ``fault`` names what to correct first. Under Hugging Face's
+    names the recipe is read backwards. `base_model` has the names and shapes that the recipe must make.
     """
     started = time.monotonic()
     asked = load_recipe(os.fspath(recipe))
@@ -75,15 +62,9 @@ def check_recipe(
             check_source(base, fit.renamed, found.config)
         except XrankError as error:
             fault = _misfit(fit, found.model, error)
-    source = SourceFacts(path=found.model.path, format=found.model.format).extended(**model_facts(found.model))
-    return timed_report(
-        "recipe check",
-        started,
-        path=asked.name,
-        source=source,
-        fault=fault,
-        details=_details(fit, found.model),
-    )
+    source = SourceFacts(path=found.model.path, format=found.model.format, **model_facts(found.model))
+    details = _details(fit, found.model)
+    return timed_report("recipe check", started, path=asked.name, source=source, fault=fault, details=details)
 
 
 def _details(fit: RecipeFit, model: StoredModel) -> RecipeDetails:
@@ -129,10 +110,8 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
         near = f"; the nearest rule is {one.nearest}" if one.nearest is not None else ""
         tensor, step = one.first, f"add a rule for {one.first} to {name}{near}"
     elif fit.found.missing:
-        tensor, step = (
-            None,
-            f"add a rule that makes {fit.found.missing[0]} to {name}, or check that the source is whole",
-        )
+        tensor = None
+        step = f"add a rule that makes {fit.found.missing[0]} to {name}, or check that the source is whole"
     else:
         return None
     if name in list_shipped_recipes():

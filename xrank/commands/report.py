@@ -63,9 +63,8 @@ class WrittenOutput(Struct, frozen=True):
 
 def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     """Return the facts of a model folder before it is written."""
-    selection, merged = planned.selection, describe_merges(planned.plan)
+    selection, merged, transforms = planned.selection, describe_merges(planned.plan), planned.transforms
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
-    transforms = planned.transforms
     transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}
     return OutputFacts(
         path=path,
@@ -97,35 +96,31 @@ def file_facts(plan: Plan) -> list[FileFacts]:
     ]
 
 
+_FACTS = {"source": SourceFacts, "proof": ProofFacts, "output": OutputFacts, "traffic": TrafficFacts}
+
+
 def report_text(report: Report) -> str:
     """Return an export's report as text for other ranks."""
     parts = {name: getattr(report, name) for name in ("command", "path", "seconds", "peak_rss_nbytes", "notes")}
-    facts = {name: getattr(report, name).to_dict() for name in ("source", "proof", "output")}
-    if report.traffic is not None:
-        facts["traffic"] = report.traffic.to_dict()
+    facts = {name: one.to_dict() for name in _FACTS if (one := getattr(report, name)) is not None}
     return json.dumps({**parts, **facts})
 
 
 def read_report(text: str) -> Report:
     """Return the report in a text of `report_text`."""
     parts = json.loads(text)
-    output = parts.pop("output")
-    output["files"] = [FileFacts(**file) for file in output["files"]]
-    notes = tuple((code, message) for code, message in parts.pop("notes"))
-    source, proof = SourceFacts(**parts.pop("source")), ProofFacts(**parts.pop("proof"))
-    traffic = parts.pop("traffic", None)
-    parts["traffic"] = None if traffic is None else TrafficFacts(**traffic)
-    return Report(**parts, source=source, proof=proof, output=OutputFacts(**output), notes=notes)
+    parts["output"]["files"] = [FileFacts(**file) for file in parts["output"]["files"]]
+    parts["notes"] = tuple(map(tuple, parts["notes"]))
+    return Report(**parts | {name: kind(**parts[name]) for name, kind in _FACTS.items() if name in parts})
 
 
 def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, path: str, started: float) -> Report:
     """Return the report of a model folder that was written; `started` is on the monotonic clock."""
     proof = ProofFacts(coverage="proven", base_model=planned.checked_against_base)
-    output = output_facts(planned, path)
-    if written.written is None:
+    output, found = output_facts(planned, path), written.written
+    if found is None:
         output = output.extended(resumed_nbytes=0, shared_nbytes=0)
     else:
-        found = written.written
         proof = proof.extended(
             num_replicas_compared=found.num_replicas_compared, num_checksums=found.outcome.num_checksums
         )

@@ -212,10 +212,6 @@ class Adapted(Struct, frozen=True):
     renamed: Mapping[str, str] | None = None
     """Name in the source -> name in the output, for the base model's tensors."""
 
-    def new_name(self, name: str) -> str:
-        """Return the name of a base model's tensor in the output."""
-        return (self.renamed or {}).get(name, name)
-
     @property
     def base(self) -> StoredModel:
         """The source without the adapter's tensors: the part that a recipe may know."""

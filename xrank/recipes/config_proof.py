@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -243,19 +244,16 @@ def _claim(
 
 
 def _claim_layers(section: Section) -> Iterator[ConfigClaim]:
-    lists: dict[str, set[int]] = {}
-    first: dict[str, str] = {}
+    lists: dict[str, tuple[set[int], LengthPlace]] = {}
     for kind in section.kinds:
         place = re.match(r"((?:[^*]*\.)?(?:layers?|h|blocks?|resblocks))\.\*\.", kind.pattern)
         if place is not None:
-            at = len(place[1]) + 1
-            lists.setdefault(place[1], set()).update(int(name[at:].partition(".")[0]) for name in kind.names)
-            first.setdefault(place[1], kind.names[0])
-    found = {path: (len(indices), LengthPlace(first[path], f"layers under {path}")) for path, indices in lists.items()}
+            own = lists.setdefault(place[1], (set(), LengthPlace(kind.names[0], f"layers under {place[1]}")))
+            own[0].update(int(name[place.end(1) + 1 :].partition(".")[0]) for name in kind.names)
+    found = {path: (len(indices), each) for path, (indices, each) in lists.items()}
     parts = {part: (f"{part}_layers", f"num_{part}_layers") for part in ("encoder", "decoder")}
     for part, keys in parts.items():
-        own = dict(each for path, each in found.items() if part in path.split("."))
-        yield from _claim(section, keys, own)
+        yield from _claim(section, keys, dict(each for path, each in found.items() if part in path.split(".")))
     if section.find_size("encoder_layers") is not None:
         return  # BART's and Whisper's num_hidden_layers repeats it, and an edited config may have forgotten to
     if section.find_size(*parts["decoder"]) is not None:
@@ -436,33 +434,24 @@ def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths
 
     Names in the outermost modules `inner`, which hold inner models, count whole alone.
     """
-    found: dict[str, tuple[int, LengthPlace] | None] = {}
-    short: dict[str, tuple[int, LengthPlace] | None] = {}
+    found, short = defaultdict[str, dict[int, LengthPlace]](dict), defaultdict[str, dict[int, LengthPlace]](dict)
     lists: dict[str, tuple[set[str], str]] = {}
     for kind in kinds:
         for dim, length in enumerate(kind.shape):
-            each = length, _place_of(kind, dim)
             for name in {kind.pattern, *kind.names} if len(kind.names) == 1 else [kind.pattern]:
-                _add(found, f"{name}[{dim}]", each)
+                found[f"{name}[{dim}]"].setdefault(length, _place_of(kind, dim))
                 if name.count(".") > 1 and name.partition(".")[0] not in inner:
-                    _add(short, f"{name}[{dim}]".partition(".")[2], each)
+                    short[f"{name}[{dim}]".partition(".")[2]].setdefault(length, _place_of(kind, dim))
         for name in kind.names:
             for match in _NUMBER.finditer(name):
                 path = _NUMBER.sub(".*", name[: match.start()])
                 lists.setdefault(path, (set(), name))[0].add(match[1])
     for path, (indices, name) in lists.items():
         place = LengthPlace(name, f"modules under {path}")
-        _add(found, path, (len(indices), place))
+        found[path].setdefault(len(indices), place)
         if "." in path and path.partition(".")[0] not in inner:
-            _add(short, path.partition(".")[2], (len(indices), place))
-    return {key: each for key, each in {**short, **found}.items() if each is not None}
-
-
-def _add(found: dict[str, tuple[int, LengthPlace] | None], key: str, each: tuple[int, LengthPlace]) -> None:
-    """Add a length, or mark the key where it has another one already."""
-    known = found.setdefault(key, each)
-    if known is not None and known[0] != each[0]:
-        found[key] = None
+            short[path.partition(".")[2]].setdefault(len(indices), place)
+    return {key: next(iter(each.items())) for key, each in {**short, **found}.items() if len(each) == 1}
 
 
 def _look_up(config: Mapping[str, Any], path: str) -> object:

@@ -354,7 +354,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     for name in (*request.aliases, *request.aliases.values()):
         plain = names.get(name, name)
         if adapted is not None:
-            names[name] = adapted.new_name(plain)
+            names[name] = (adapted.renamed or {}).get(plain, plain)
         elif converted is not None:
             names[name] = converted.renamed.get(plain, name)
     aliases = {names.get(name, name): names.get(target, target) for name, target in request.aliases.items()}

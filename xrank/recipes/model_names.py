@@ -49,13 +49,6 @@ class ModelNames(Struct, frozen=True, eq=False):
     """Whether the class is a base model with a head."""
     _kinds: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def of_tensors(cls, names: Iterable[str], config: Mapping[str, Any] | None) -> ModelNames:
-        """Return the names of a model that has these tensors, and this config.json if it is known."""
-        entry = read_shipped_table(_TABLE)["types"].get(str((config or {}).get("model_type")))
-        prefix = f"{entry[0]}." if entry is not None and entry[0] else ""
-        return cls(frozenset(map(find_stem, names)), prefix, is_exact=True)
-
     @property
     def examples(self) -> list[str]:
         """Beginnings of some names, the base model's first."""
@@ -174,7 +167,9 @@ def make_finder(
 
     def find(names: Sequence[str]) -> _Strip | None:
         own = [name for name in names if is_left_out is None or not is_left_out(name)]
-        shown = ModelNames.of_tensors(known, config) if known else None
+        entry = read_shipped_table(_TABLE)["types"].get(str((config or {}).get("model_type")))
+        prefix = f"{entry[0]}." if entry is not None and entry[0] else ""
+        shown = ModelNames(frozenset(map(find_stem, known)), prefix, is_exact=True) if known else None
         for model in (shown, names_of_class(config)):
             strip = None if model is None else model.find_wrapping(own)
             if strip is not None:

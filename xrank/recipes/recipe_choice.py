@@ -425,20 +425,15 @@ def apply_recipe(
     if found is None:
         return source, options
     source = follow_recipe(source, found, config)
-    return source, options.with_keep_fp32(_names_in_fp32(found, source))
-
-
-def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
-    """Return regular expressions for the names that a cast leaves alone, in a model that followed its recipe."""
-    names = [shard.name for shard in model.shards]
-    patterns = found.recipe.keep_fp32
+    names, patterns = [shard.name for shard in source.shards], found.recipe.keep_fp32
     if found.is_reversed:
         patterns = tuple(
             target_sides(found.recipe.rules[number], True)[0].name.expression
             for (number, _), old in found.used.items()
             if any(re.fullmatch(pattern, name) for pattern in patterns for name in old)
         )
-    return tuple(pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names))
+    own = [pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names)]
+    return source, options.with_keep_fp32(own)
 
 
 def find_padded_names(found: Match, model: StoredModel) -> frozenset[str]:
