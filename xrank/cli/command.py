@@ -238,16 +238,12 @@ def wording_of(command: click.Command, typed: str | None = None, context: click.
     The run's `context` shows whether a value came from a variable: errors then name that.
     """
     options = [text for parameter in command.params for text in parameter.opts if text.startswith("--")]
-    variables = (
-        {}
-        if context is None
-        else {
-            parameter.name: parameter.envvar
-            for parameter in command.params
-            if parameter.name is not None and isinstance(parameter.envvar, str)
-            if context.get_parameter_source(parameter.name) == click.core.ParameterSource.ENVIRONMENT
-        }
-    )
+    variables = {
+        parameter.name: parameter.envvar
+        for parameter in command.params
+        if context is not None and parameter.name is not None and isinstance(parameter.envvar, str)
+        if context.get_parameter_source(parameter.name) == click.core.ParameterSource.ENVIRONMENT
+    }
     return Wording.of_command(options, typed, variables)
 
 

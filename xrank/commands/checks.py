@@ -151,17 +151,19 @@ def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: 
     return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=COPY_AGAIN)
 
 
+def make_absence_error(path: str, file: str) -> IncompleteError:
+    """Return the error for a file of a manifest that the folder lacks."""
+    problem = f"{file} is in the manifest and not in {path}"
+    return IncompleteError(problem, file=os.path.join(path, file), next_step=COPY_AGAIN)
+
+
 def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
     for file in files:
         name = os.path.join(path, file["name"])
         try:
             digest = digest_plain_file(name)
         except FileNotFoundError:
-            raise IncompleteError(
-                f"{file['name']} is in the manifest and not in {path}",
-                file=name,
-                next_step=COPY_AGAIN,
-            ) from None
+            raise make_absence_error(path, file["name"]) from None
         except OSError as error:
             raise CorruptError(
                 f"{name} cannot be read: {error.strerror}",

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.commands.checks import COPY_AGAIN, Check, Verdict
+from xrank.commands.checks import Check, Verdict, make_absence_error
 from xrank.engine.casts import LowRank
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import Differences
@@ -22,7 +22,7 @@ from xrank.engine.planner import Plan, TensorPlan, make_plan, select_tensors
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.sources import open_source
 from xrank.engine.windows import WINDOW_NBYTES
-from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
+from xrank.errors import ContradictionError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
 from xrank.layout.coverage import range_text
 from xrank.layout.output_files import OutputTensor
@@ -345,11 +345,7 @@ def _with_adapter(found: ComparedSide) -> ComparedSide:
     """Return a side together with the adapter in the folder within, and the names of each."""
     path = os.path.join(found.place, *_APART.split("/"))
     if not found.has_adapter_apart:
-        raise IncompleteError(
-            f"{_APART} is in the manifest and not in {found.place}",
-            file=path,
-            next_step=COPY_AGAIN,
-        )
+        raise make_absence_error(found.place, _APART)
     adapter = read_source(path).model
     base = {name: name for name in found.shards}
     saved = {shard.name: shard.name for shard in adapter.shards}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from xrank.commands.folder_filling import check_dry_run, make_once
 from xrank.commands.report import counts_requests, folder_report, plan_report
 from xrank.engine.replicas import ReplicaChoice
 from xrank.engine.report import Report
-from xrank.environment import environ
+from xrank.environment import environ, hub_cache
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.ranks.team import find_launched_team
@@ -62,12 +62,8 @@ class Push(Struct, frozen=True):
         if not self.is_stage:
             return report
         url = f"hf://{self.repository}"
-        made = {
-            name: facts.extended(path=url)
-            for name in ("output", "plan")
-            if (facts := getattr(report, name)) is not None
-        }
-        return replace(report, path=url, **made)
+        output, plan = (one and one.extended(path=url) for one in (report.output, report.plan))
+        return replace(report, path=url, output=output, plan=plan)
 
 
 def find_push(out: str, push_to_hub: str | None) -> Push | None:
@@ -79,7 +75,9 @@ def find_push(out: str, push_to_hub: str | None) -> Push | None:
 
     if push_to_hub is None:
         repository = repository_name(out)
-        return Push(repository, _stage_folder(environ(), repository), is_stage=True)
+        # huggingface_hub's own folder has room for models.
+        home = os.path.dirname(hub_cache({k: v for k, v in environ().items() if k != "HF_HUB_CACHE"}))
+        return Push(repository, os.path.join(home, "xrank", repository.replace("/", "--")), is_stage=True)
     if is_url(out):
         raise UsageError(
             f"{out}: a model in a store is not uploaded to the Hub",
@@ -87,16 +85,6 @@ def find_push(out: str, push_to_hub: str | None) -> Push | None:
             next_step=f"give {option('out')} a folder, or leave {option('push_to_hub')} out",
         )
     return Push(repository_name(push_to_hub), out, is_stage=False)
-
-
-def _stage_folder(variables: Mapping[str, str], repository: str) -> str:
-    """Return the folder in which a model for a repository is made: in huggingface_hub's own, which has room for models.
-
-    Source: huggingface_hub/constants.py, HF_HOME.
-    """
-    cache = variables.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return os.path.join(os.path.expanduser(home), "xrank", repository.replace("/", "--"))
 
 
 @names_own_arguments

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -86,39 +85,6 @@ class PreparedLoad(Struct, frozen=True, eq=False):
     load: Load
     digests: ManifestDigests
     notes: tuple[tuple[str, str], ...]
-
-
-def prepare_load(
-    module: FilledModule,
-    place: str,
-    *,
-    layouts: LayoutMap | str | os.PathLike[str] | None,
-    mesh: Any,
-    recipe: str | os.PathLike[str] | None,
-    part: str | None = None,
-    share: tuple[int, int] = (0, 1),
-) -> PreparedLoad:
-    """Return the proven load of this rank from metadata alone; arguments and errors as `xrank.load_model`.
-
-    `share` is this rank's share of a comparison with another form of the model, as in `read_best`.
-    """
-    check_materialised(module)
-    on_mesh = live_layouts(layouts, mesh)
-    rank, world_size = group_place() or (0, 1)
-    local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
-    shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
-    request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
-    decision = decide(read_source(place, part=part, share=share, module_names=shapes), request)
-    source = decision.source
-    load = plan_load(local, source, on_mesh, decision.padded_names)
-    computed = [name for name in load.missing if name in list_unsaved(decision.found.config)]
-    load = replace(load, missing=tuple(name for name in load.missing if name not in computed))
-    for view, tensor in zip(load.views, load.plan.tensors, strict=True):
-        check_fillable(tensor.output.name, local.views[view])
-    notes = [*source.notes, *layout_notes(on_mesh, source), *load.notes]
-    if names := [*names_left_out(module), *computed]:
-        notes.append(("not-loaded", f"tensors that no checkpoint has are left as they are: {list_text(names, 3)}"))
-    return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
 
 
 def fill_module(
@@ -228,6 +194,25 @@ def load_model(
         size = f"{max_memory_nbytes:,} bytes"
         return {"call": "load_model", "recipe": path_text(recipe), "part": part, "max_memory": size}
 
+    def prove() -> PreparedLoad:
+        check_materialised(module)
+        on_mesh = live_layouts(layouts, mesh)
+        rank, world_size = group_place() or (0, 1)
+        local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
+        shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
+        request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
+        decision = decide(read_source(place, part=part, share=(team.position, team.size), module_names=shapes), request)
+        source = decision.source
+        load = plan_load(local, source, on_mesh, decision.padded_names)
+        computed = [name for name in load.missing if name in list_unsaved(decision.found.config)]
+        load = replace(load, missing=tuple(name for name in load.missing if name not in computed))
+        for view, tensor in zip(load.views, load.plan.tensors, strict=True):
+            check_fillable(tensor.output.name, local.views[view])
+        notes = [*source.notes, *layout_notes(on_mesh, source), *load.notes]
+        if names := [*names_left_out(module), *computed]:
+            notes.append(("not-loaded", f"tensors that no checkpoint has are left as they are: {list_text(names, 3)}"))
+        return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
+
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds, call="load_model", joins_launch=False)
     with team.together():
@@ -235,16 +220,7 @@ def load_model(
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
         planned, _ = team.agree(
             "the plan",
-            partial(
-                prepare_load,
-                module,
-                place,
-                layouts=layouts,
-                mesh=mesh,
-                recipe=recipe,
-                part=part,
-                share=(team.position, team.size),
-            ),
+            prove,
             lambda planned: describe_load(planned.source, planned.load),
             lambda planned, loads: check_loads(planned.source, team.ranks, loads),
         )

@@ -64,10 +64,10 @@ def find_parameter_updates(
         held = [f"{name} {base[name].dtype} {list(base[name].shape)}" for name in names if name in base]
         got = f"lora_A {list(shards[pair.a].shape)}, lora_B {list(shards[pair.b].shape)} and {list_text(held, 4)}"
         want = f"one way for each of {list_text(names, 4, empty='target_parameters')}"
-        problem = (
-            f"{pair.module}: which of its parameters the adapter is added to, and how, does not follow from the shapes"
+        problem = "which of its parameters the adapter is added to, and how, does not follow from the shapes"
+        raise UsageError(
+            f"{pair.module}: {problem}", tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT
         )
-        raise UsageError(problem, tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT)
     found = {}
     for (one,) in ways[fitting[0]] if pairs else ():
         for name, pair in one.items():

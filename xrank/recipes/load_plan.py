@@ -50,9 +50,8 @@ class Load(Struct, frozen=True, eq=False):
         notes = []
         if self.cast:
             kinds = ", ".join(sorted(set(self.cast.values())))
-            notes.append(
-                ("cast", f"{len(self.cast)} tensors have the module's element type, not the source's: {kinds}")
-            )
+            text = f"{len(self.cast)} tensors have the module's element type, not the source's: {kinds}"
+            notes.append(("cast", text))
         if self.padded:
             rows = ", ".join(f"{rows:,} of {name}" for name, rows in self.padded.items())
             notes.append(("padded", f"rows that the source lacks are zeros: {rows}"))
@@ -252,13 +251,14 @@ def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[
     first_digest = loads[0]["source"]
     for rank, digest in zip(ranks, (load["source"] for load in loads), strict=True):
         if digest != first_digest:
-            problem = f"rank {rank} sees another source than rank {ranks[0]}, or its call differs"
-            want = f"source {first_digest}, as on rank {ranks[0]}: the same names, sizes and times of change"
-            step = (
-                "let all ranks see one file system; where its clients cache what they saw, wait a minute; then let all "
+            wait = "where its clients cache what they saw, wait a minute"
+            raise ContradictionError(
+                f"rank {rank} sees another source than rank {ranks[0]}, or its call differs",
+                rank=rank,
+                got=f"source {digest}",
+                want=f"source {first_digest}, as on rank {ranks[0]}: the same names, sizes and times of change",
+                next_step=f"let all ranks see one file system; {wait}; then let all ranks {AGAIN}",
             )
-            step += f"ranks {AGAIN}"
-            raise ContradictionError(problem, rank=rank, got=f"source {digest}", want=want, next_step=step)
     # Names that ranks have and the source lacks, and names that no rank has.
     missing = list(dict.fromkeys(name for load in loads for name in load["missing"]))
     held = np.zeros(-(-len(source.shards) // 8), np.uint8)

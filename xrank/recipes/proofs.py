@@ -480,10 +480,9 @@ def _check_given(
         size, tensor = next(iter(open_terms.items()))
         keys = [repr((found.recipe.config.get(size) or (size,))[0]) for size in open_terms]
         got = f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it"
-        problem = (
-            f"{tensor}: {size!r} follows from the existing pieces alone, and a lost rank may shorten them all alike"
-        )
-        raise LayoutError(problem, tensor=tensor, got=got, want=f"config.json with {list_text(keys, 3)}")
+        alone = "follows from the existing pieces alone, and a lost rank may shorten them all alike"
+        want = f"config.json with {list_text(keys, 3)}"
+        raise LayoutError(f"{tensor}: {size!r} {alone}", tensor=tensor, got=got, want=want)
     # In reverse, ignored tensors keep their names and are written too.
     loose = next((name for name in found.ignored if shapes[name]), None) if found.is_reversed else None
     if loose is not None:

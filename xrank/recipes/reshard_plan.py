@@ -326,27 +326,27 @@ class _States(Struct):
         held = self.records.setdefault(rank, {})
         if own in held:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)
-            problem = f"{name}: rank {rank} is to know it as {own}, and {other}, too"
-            step = "let the names with dims in the layout file differ from other names"
             raise LayoutError(
-                problem, tensor=name, rank=rank, got=f"two tensors {own}", want="a name for each", next_step=step
+                f"{name}: rank {rank} is to know it as {own}, and {other}, too",
+                tensor=name,
+                rank=rank,
+                got=f"two tensors {own}",
+                want="a name for each",
+                next_step="let the names with dims in the layout file differ from other names",
             )
         held[own] = record
         self.own_names.setdefault(rank, {})[name] = own
 
     def _record(self, claim: Claim, shape: tuple[int, ...]) -> TensorRecord:
-        layout, mesh, view = claim.layout, claim.mesh, claim.layout.view_mesh
+        layout, view = claim.layout, claim.layout.view_mesh
         companion = None if claim.companion is None else inline_base(claim.companion, layout.tree)
         return TensorRecord(
             str(companion or layout),
-            self._mesh(mesh),
+            self.meshes.setdefault(claim.mesh, len(self.meshes)),
             None if flat_of(layout) is not None else shape,  # a buffer's shape is not its tensor's
-            None if view is None else self._mesh(view),
+            None if view is None else self.meshes.setdefault(view, len(self.meshes)),
             None if claim.pattern is None else str(claim.pattern),
         )
-
-    def _mesh(self, mesh: DeviceMesh) -> int:
-        return self.meshes.setdefault(mesh, len(self.meshes))
 
     def notes(self) -> list[tuple[str, str]]:
         """Return notes on patterns that count more tensors than the source has: a size may be another model's."""
@@ -361,8 +361,7 @@ class _States(Struct):
             return []
         first, *more = surplus
         text = f"{first} counts {counts[first]:,} tensors, and the source has {len(found[first][1]):,}"
-        likewise = likewise_text(more)
-        return [("counts-more", f"{text}{likewise}: is the layout file of this model's size?")]
+        return [("counts-more", f"{text}{likewise_text(more)}: is the layout file of this model's size?")]
 
     def refuse_unmatched(self) -> None:
         """Refuse tensors without a rule: whole on every rank is a layout, too, and the file must state it."""

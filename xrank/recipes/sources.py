@@ -384,12 +384,8 @@ def read_source(
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
     """Return the companions of the source at a place, and notes on unused ones."""
     # The states of a workspace contain a config; a config in a folder above does not replace it.
-    folders = (
-        (where.path, os.path.join(where.path, "huggingface"))
-        if where.reader.name == WORKSPACE.name
-        else find_checkpoint_folders(asked, where.path)
-    )
-    found, others = find_companions(folders)
+    is_workspace, own = where.reader.name == WORKSPACE.name, (where.path, os.path.join(where.path, "huggingface"))
+    found, others = find_companions(own if is_workspace else find_checkpoint_folders(asked, where.path))
     return found, tuple(("companion", text) for text in others)
 
 
