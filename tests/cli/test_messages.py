@@ -17,7 +17,7 @@ import pytest
 
 from tests.cli.bench import Bench, run
 from tests.commands.made_workspaces import leave
-from xrank.cli.command import Output, error_text, following_progress, rows_text
+from xrank.cli.command import Messages, Output, error_text, following_progress, rows_text
 from xrank.errors import UsageError
 
 
@@ -32,7 +32,7 @@ class Clock:
 
 
 def output(*, as_json: bool = False, quiet: bool = False) -> Output:
-    return Output("gather", as_json=False, quiet=quiet, verbose=0, log_json=as_json)
+    return Output("gather", as_json=False, quiet=quiet, messages=Messages(as_json=as_json))
 
 
 def drawn(columns: int, calls: list[tuple[float, int]], total: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

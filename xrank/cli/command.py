@@ -19,6 +19,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank.environment import environ
@@ -109,7 +110,7 @@ def json_line(level: str, message: str, **facts: Any) -> str:
 class Messages(logging.Handler):
     """Prints each record of the log as one line; `facts` of a record are further keys of its JSON."""
 
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, *, as_json: bool = False) -> None:
         super().__init__()
         self.as_json = as_json
         self.drawn = False
@@ -135,26 +136,16 @@ class Messages(logging.Handler):
 _RESUMED = ("gather", "reshard")
 
 
-class Output:
+class Output(Struct):
     """Prints: results on stdout, everything else on stderr."""
 
-    def __init__(
-        self,
-        command: str,
-        *,
-        as_json: bool,
-        quiet: bool,
-        verbose: int,
-        log_json: bool = False,
-        wording: Wording = COMMAND,
-    ) -> None:
-        self.command = command
-        self.wording = wording
-        self.as_json = as_json
-        self.quiet = quiet
-        self.verbose = verbose
-        self.messages = Messages(as_json=log_json)
-        self._started = monotonic()
+    command: str
+    as_json: bool
+    quiet: bool = False
+    verbose: int = 0
+    messages: Messages = field(default_factory=Messages)
+    wording: Wording = COMMAND
+    started: float = field(default_factory=monotonic)
 
     def follow(self) -> None:
         """Print nothing but this rank's own failure: rank 0 reports for all."""
@@ -214,7 +205,7 @@ class Output:
         from xrank.engine.report import Report
         from xrank.system import peak_rss_nbytes
 
-        seconds, peak = monotonic() - self._started, peak_rss_nbytes()
+        seconds, peak = monotonic() - self.started, peak_rss_nbytes()
         code = error.exit_code if exit_code is None else exit_code
         return Report(self.command, status="failed", exit_code=code, seconds=seconds, peak_rss_nbytes=peak, fault=error)
 
@@ -318,9 +309,7 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
         context = click.get_current_context()
         program = "python -m xrank" if os.path.basename(sys.argv[0]) == "__main__.py" else "xrank"
         wording = wording_of(context.command, f"{program} {shlex.join(sys.argv[1:])}", context)
-        output = Output(
-            command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, log_json=log_json, wording=wording
-        )
+        output = Output(command_name(context), as_json, quiet, verbose, Messages(as_json=log_json), wording)
         # The library's log goes to stderr: one line a finished shard where no progress line is drawn.
         logger = logging.getLogger("xrank")
         is_short = output.quiet or output.shows_progress
@@ -500,12 +489,11 @@ Progress = Callable[[int, int], None]
 class ReportFile:
     """Records the progress of a command, and writes its page. Called by the rank that reports."""
 
-    def __init__(self, path: str, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
-        self._clock = clock
-        self._started = clock()
-        self._samples: list[tuple[float, int]] = []
+        self._started = monotonic()
         self._interval = 0.0
+        self._samples: list[tuple[float, int]] = []
         folder = os.path.dirname(path) or "."
         if not os.access(folder, os.W_OK | os.X_OK) or os.path.isdir(path):
             raise UsageError(
@@ -519,7 +507,7 @@ class ReportFile:
         """Return a callback for (bytes done, bytes in all) that records them, and calls `progress` too."""
 
         def record(done: int, total: int) -> None:
-            now = self._clock() - self._started
+            now = monotonic() - self._started
             if not self._samples or now - self._samples[-1][0] >= self._interval or done == total:
                 self._samples.append((now, done))
             if len(self._samples) > _MAX_SAMPLES:

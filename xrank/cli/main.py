@@ -39,8 +39,6 @@ _SECTIONS = {
 
 
 class _Commands(CommandGroup):
-    """The commands, each imported when it is needed."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 
@@ -99,7 +97,7 @@ def main() -> NoReturn:
     except click.UsageError as error:
         usage = error.ctx.get_usage() if error.ctx is not None else None
         name = command_name(error.ctx)
-        output = Output(name, as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
+        output = Output(name, as_json="--json" in sys.argv[1:])
         next_step = f"xrank {name} --help".replace("  ", " ") + " lists arguments and options"
         output.fail(UsageError(error.format_message(), want=usage, next_step=next_step))
     except click.Abort:

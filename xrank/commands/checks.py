@@ -125,7 +125,6 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
 def _check_digests(
     path: str, manifest: Mapping[str, Any], listed: Mapping[str, Mapping[str, Any]], digests: FileDigests
 ) -> None:
-    """Compare the digests of a file that was read with the manifest."""
     names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
     if names != set(digests.tensors):
         name = sorted(names ^ set(digests.tensors))[0]

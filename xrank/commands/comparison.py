@@ -607,7 +607,6 @@ def _difference_error(
 def _check_digests(
     pair: ComparedPair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget
 ) -> None:
-    """Check that merged or cast tensors are the same on both sides."""
     found = {
         tensor.output.name: (tensor, digest)
         for index, planned in enumerate(plan.files)

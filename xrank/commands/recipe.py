@@ -86,7 +86,7 @@ def _details(fit: RecipeFit, model: StoredModel) -> RecipeDetails:
         sizes=dict(fit.sizes),
         tensors=tensors,
         wrong_rules=wrong,
-        unknown=[{"name": one.first, "count": one.count, "nearest": one.nearest} for one in fit.unknown],
+        unknown=fit.unknown,
         missing=list(found.missing),
         ignored=list(found.ignored),
     )
@@ -107,8 +107,8 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
         tensor, step = error.tensor or fit.found.used[at][0], f"correct the rule in {fit.places[at]}: {error.message}"
     elif fit.unknown:
         one = fit.unknown[0]
-        near = f"; the nearest rule is {one.nearest}" if one.nearest is not None else ""
-        tensor, step = one.first, f"add a rule for {one.first} to {name}{near}"
+        near = f"; the nearest rule is {one['nearest']}" if one["nearest"] is not None else ""
+        tensor, step = one["name"], f"add a rule for {one['name']} to {name}{near}"
     elif fit.found.missing:
         tensor = None
         step = f"add a rule that makes {fit.found.missing[0]} to {name}, or check that the source is whole"
@@ -127,7 +127,6 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
 
 
 def _misfit(fit: RecipeFit, model: StoredModel, error: XrankError) -> LayoutError:
-    """Return an error of the whole model as one of the recipe."""
     return LayoutError(
         f"the recipe {fit.found.recipe.name} does not fit {model.path}: {error.message}",
         tensor=error.tensor,

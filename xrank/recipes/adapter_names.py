@@ -197,7 +197,6 @@ class _Sorting:
         return AdapterNames(next(iter(self._adapters)), pairs, self._saved, self._base, self._trained, self._tokens)
 
     def _take(self, name: str) -> None:
-        """Sort one of the adapter's names."""
         whole = _TRAINED.fullmatch(name)
         if whole is not None and ".lora_" not in name:
             trained = f"{_bare(whole[1])}.{whole[3]}"
@@ -248,7 +247,6 @@ class _Sorting:
         )
 
     def _base_names(self, names: Iterable[str], modules: Collection[str]) -> dict[str, str]:
-        """Map the base model's tensors to its own names."""
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
         for name in names:

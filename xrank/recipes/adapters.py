@@ -314,7 +314,6 @@ def describe_merges(plan: Plan) -> dict[str, str]:
 
 
 def _check_bases(source: StoredModel, names: AdapterNames) -> None:
-    """Check that the source has every adapted module."""
     modules = names.modules
     for pair in names.pairs:
         if pair.module not in modules:
@@ -355,7 +354,6 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | 
 
 
 def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
-    """Return the base model with the updates that its tensors get."""
     if names.is_alone:
         step = f"add {option('base_model')} with the safetensors weights that it was trained on; or use "
         step += option("adapter", "separate")
@@ -414,7 +412,6 @@ def _drop_tied_tokens(
 
 
 def _with_names(source: StoredModel, renamed: Mapping[str, str]) -> StoredModel:
-    """Return the source with only these tensors, under these names."""
     shards = tuple(replace(shard, name=renamed[shard.name]) for shard in source.shards if shard.name in renamed)
     aliases = {renamed[a]: renamed[b] for a, b in source.aliases.items() if a in renamed and b in renamed}
     return replace(source, shards=shards, aliases=aliases)

@@ -397,7 +397,6 @@ def _convert(found: FoundSource, stored: StoredModel, request: Request, base: Ba
 
 
 def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
-    """Return the source with its adapter kept apart or merged. Errors are those of `adapt`."""
     stored, own, known = found.model, found.own, base.tensors if base is not None else {}
     if own is None:
         assert found.place is not None

@@ -250,7 +250,6 @@ def lend_model(
 def _make_plan(
     request: ModelRequest, ranks: Sequence[int], parts: Sequence[dict[str, Any]]
 ) -> tuple[FolderPlan, LiveModel]:
-    """Return the plan of the whole model, and the tensors of all ranks."""
     try:
         live = read_ranks([part["model"] for part in parts], ranks=ranks)
     except IncompleteError as error:

@@ -123,7 +123,6 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
 
 
 def _group_by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, list[_Wanted]]:
-    """Group the module's names by view."""
     claims, rank = Claims(layouts), local.record.rank
     meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in local.record.meshes]
     found: dict[int, list[_Wanted]] = {}
@@ -141,8 +140,6 @@ def _group_by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, li
 
 
 class _Fitting(Struct, frozen=True):
-    """Fits a rank's tensors to the source's tensors."""
-
     rank: int
     layouts: LayoutMap | None
     shapes: Mapping[str, tuple[int, ...]]
@@ -279,7 +276,6 @@ def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[
 
 
 def _digest(source: StoredModel) -> str:
-    """Return a digest of the source as this rank sees it."""
     state = xxhash.xxh3_128()
     for file in source.files:
         state.update(repr(file.identity).encode())

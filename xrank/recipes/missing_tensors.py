@@ -91,7 +91,6 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
 
 
 def _list_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the model types in a config, of models within the model, too."""
     yield str(config.get("model_type"))
     for value in config.values():
         if isinstance(value, Mapping):

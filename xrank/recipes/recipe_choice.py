@@ -516,15 +516,6 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))
 
 
-class UnknownName(Struct, frozen=True):
-    """Names that no rule of a recipe knows, equal but for their numbers."""
-
-    first: str
-    count: int
-    nearest: str | None
-    """The recipe's side with the most similar name."""
-
-
 class RecipeFit(Struct, frozen=True, eq=False):
     """A recipe, held against the names and shapes of a source."""
 
@@ -533,7 +524,8 @@ class RecipeFit(Struct, frozen=True, eq=False):
     """The sizes that config.json, the trainer's arguments and the shapes give; without those of wrong rules."""
     wrong: Mapping[Place, XrankError]
     """Place of a rule, as in `Match.used` -> why its tensors do not fit it, or its sides do not fit each other."""
-    unknown: tuple[UnknownName, ...]
+    unknown: list[dict[str, Any]]
+    """The first name and the count of those that no rule knows, equal but for their numbers, and the nearest side."""
     whole: XrankError | None = None
     """The error of the model as a whole, if each rule fits."""
     renamed: StoredModel | None = None
@@ -565,7 +557,7 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     repeated = _find_repeated(found)
     if repeated is not None:
         wrong[repeated[0]] = repeated[1]
-    unknown = tuple(_group_unknown(found))
+    unknown = list(_group_unknown(found))
     if wrong or not found.fits:
         return RecipeFit(found, sizes, wrong, unknown)
     try:
@@ -595,7 +587,7 @@ def _solve(
             wrong.update(dict.fromkeys(blamed, error))
 
 
-def _group_unknown(found: Match) -> Iterable[UnknownName]:
+def _group_unknown(found: Match) -> Iterator[dict[str, Any]]:
     recipe = found.recipe
     sides = [
         side
@@ -610,4 +602,4 @@ def _group_unknown(found: Match) -> Iterable[UnknownName]:
         from difflib import get_close_matches
 
         near = get_close_matches(kind, known, n=1)
-        yield UnknownName(names[0], len(names), known[near[0]] if near else None)
+        yield {"name": names[0], "count": len(names), "nearest": known[near[0]] if near else None}

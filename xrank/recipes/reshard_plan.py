@@ -269,8 +269,6 @@ def _find_targets(stored: StoredModel, selection: Selection, claims: Claims) -> 
 
 
 class _States(Struct):
-    """The new states, built tensor by tensor."""
-
     source: StoredModel
     layouts: LayoutMap
     standing: Mapping[str, str]
@@ -322,7 +320,6 @@ class _States(Struct):
         return ", ".join(f"{size} = {self.layouts.sizes[size]}" for size in names if size in self.layouts.sizes)
 
     def _name(self, rank: int, name: str, own: str, record: TensorRecord) -> None:
-        """Record a tensor of a rank under the rank's own name."""
         held = self.records.setdefault(rank, {})
         if own in held:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)

@@ -234,7 +234,6 @@ def _rename(other: StoredModel, model: StoredModel, hints: Hints) -> StoredModel
 
 
 def _kinds(model: StoredModel) -> str:
-    """Return number and dtypes of a model's tensors as a text."""
     counts = Counter(shard.dtype for shard in model.shards)
     return f"{plural(len(model.shards), 'tensor')} ({list_text(sorted(counts), 3)})"
 
