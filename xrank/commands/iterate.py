@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from xrank import environment
 from xrank.engine.tensor_target import ModelTensors, split_budget
 from xrank.engine.transforms import Transform
-from xrank.errors import UsageError, errors_of, names_own_arguments, option, require, require_linux
+from xrank.errors import errors_of, names_own_arguments, require, require_linux
 from xrank.ranks.team import find_group_team
 from xrank.recipes.lent_model import ModelRequest, make_tensors
-from xrank.recipes.options import AdapterChoice, GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
+from xrank.recipes.options import (
+    AdapterChoice,
+    GatherOptions,
+    check_meeting,
+    check_types,
+    dtype_choice,
+    live_layouts,
+    wrong_value,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -85,12 +93,7 @@ def iter_model(
         check_types(layouts, mesh)
         options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, adapter=adapter)
         if ranks not in ("first", "all"):
-            raise UsageError(
-                f"{option('ranks')} must be 'first' or 'all'; got {ranks!r}",
-                got=repr(ranks),
-                want="'first' or 'all'",
-                next_step="give one of the two",
-            )
+            raise wrong_value("ranks", ranks, "'first' or 'all'", step="give one of the two")
         split_budget(options.max_memory_nbytes, options.num_workers)
         return ModelRequest(
             model_or_state_dict,

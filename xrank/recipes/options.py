@@ -17,7 +17,7 @@ from xrank.layout.tensor_name import compile_pattern
 from xrank.layout.terms.tensors import describe_mesh
 from xrank.storage.entries import plain_config
 from xrank.system import count_cores
-from xrank.words import clip, repr_text
+from xrank.words import repr_text
 
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
 AdapterChoice: TypeAlias = Literal["separate", "merge"]
@@ -36,17 +36,15 @@ def parse_size(text: str | int, name: str) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
     nbytes = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
     if nbytes <= 0:
-        raise _wrong(name, text, "a size", "a size such as 5GB, 512MB or 1GiB")
+        raise wrong_value(name, text, "a size", "a size such as 5GB, 512MB or 1GiB")
     return nbytes
 
 
-def _wrong(name: str, value: object, must_be: str, want: str = "", *, got: str = "", step: str = "") -> UsageError:
+def wrong_value(name: str, value: object, must_be: str, want: str = "", *, got: str = "", step: str = "") -> UsageError:
     """Return the error that an option has a value that it may not have."""
-    text = clip(repr_text(value, 80), 80)
-    step = step or "give such a value"
-    return UsageError(
-        f"{option(name)} must be {must_be}; got {got or text}", got=text, want=want or must_be, next_step=step
-    )
+    text = repr_text(value, 80)
+    problem = f"{option(name)} must be {must_be}; got {got or text}"
+    return UsageError(problem, got=text, want=want or must_be, next_step=step or "give such a value")
 
 
 def dtype_choice(dtype: Any) -> DTypeChoice:
@@ -104,7 +102,7 @@ class GatherOptions:
             value, choices = getattr(self, name), get_args(allowed)
             if value not in choices and (name, value) != ("adapter", None):
                 listed = ", ".join(choices)
-                raise _wrong(name, value, f"one of {listed}", listed, step="give one of these values")
+                raise wrong_value(name, value, f"one of {listed}", listed, step="give one of these values")
         for name in ("keep_fp32", "include", "exclude"):
             given = getattr(self, name)
             fill(name, (given,) if isinstance(given, str) else tuple(given))
@@ -114,7 +112,7 @@ class GatherOptions:
                 except ValueError as error:
                     want = "a regular expression for whole names, as Python's re takes them"
                     step = f"correct the expression ({error}); escape what is meant literally"
-                    raise _wrong(name, pattern, "a regular expression", want, step=step) from None
+                    raise wrong_value(name, pattern, "a regular expression", want, step=step) from None
         if self.keep_fp32 and self.dtype == "keep":
             keep, dtype = option("keep_fp32"), option("dtype")
             raise UsageError(
@@ -136,7 +134,7 @@ class GatherOptions:
         fill("max_shard_nbytes", parse_size(self.max_shard_size, "max_shard_size"))
         fill("max_memory_nbytes", parse_size(self.max_memory, "max_memory"))
         if self.workers is not None and self.workers < 1:
-            raise _wrong("workers", self.workers, "1 or more", step="give such a number, or leave it out")
+            raise wrong_value("workers", self.workers, "1 or more", step="give such a number, or leave it out")
         fill("num_workers", default_workers() if self.workers is None else self.workers)
 
     def leaves_out(self, name: str) -> bool:
@@ -159,7 +157,7 @@ def matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def _wrong_kind(name: str, value: object, want: str) -> UsageError:
-    return _wrong(name, value, want.partition(";")[0], want, got=f"a {type(value).__name__}")
+    return wrong_value(name, value, want.partition(";")[0], want, got=f"a {type(value).__name__}")
 
 
 def check_meeting(group: Any, timeout_seconds: float) -> None:
