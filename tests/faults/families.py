@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from tests.faults.mutation import Mutator
 from tests.recipes.families import FAMILIES
 from tests.recipes.test_there_and_back import model_of
-from xrank.recipes.config_proof import find_misfit
-from xrank.recipes.missing_tensors import find_hole
+from xrank.recipes.config_proof import find_hole, find_misfit
 from xrank.recipes.proofs import prove_family
 from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 from xrank.recipes.ties import find_config_ties

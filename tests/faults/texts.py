@@ -46,8 +46,7 @@ from xrank.layout.notation import parse, render
 from xrank.layout.tensor_name import parse_name
 from xrank.ranks.directory_messages import MessageReceipt
 from xrank.ranks.store import read_launch
-from xrank.recipes.config_proof import find_misfit
-from xrank.recipes.missing_tensors import find_hole
+from xrank.recipes.config_proof import find_hole, find_misfit
 from xrank.recipes.options import parse_size
 from xrank.recipes.recipe import parse_side
 from xrank.recipes.recipe_file import evaluate, is_term, read_recipe

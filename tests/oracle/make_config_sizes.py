@@ -242,7 +242,8 @@ def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple
 def _work(model_type: str, names: list[str], others: list[str]) -> Any:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    config_proof.make_family_claims = lambda config, kinds: iter(())  # the keys that other rules do not see are those of this table
+    # The keys that other rules do not see are those of this table.
+    config_proof.make_family_claims = lambda config, kinds: iter(())
     return describe_type(model_type, names, others)
 
 

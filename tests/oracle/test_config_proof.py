@@ -19,8 +19,7 @@ from tests.oracle.config_models import (
 )
 from xrank.commands.gather import gather_checkpoint
 from xrank.errors import ContradictionError, XrankError
-from xrank.recipes.config_proof import find_misfit
-from xrank.recipes.missing_tensors import find_absent, find_hole
+from xrank.recipes.config_proof import find_absent, find_hole, find_misfit
 
 NUM_PARTS = 8
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]

@@ -17,7 +17,7 @@ import xrank
 from tests.cli.bench import run
 from tests.commands.made_workspaces import model_in
 from tests.recipes.made_checkpoints import tiny_of
-from xrank.recipes.missing_tensors import find_hole
+from xrank.recipes.config_proof import find_hole
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from xrank.commands.gather import gather_checkpoint
 from xrank.commands.inspect import inspect_source
 from xrank.errors import IncompleteError
-from xrank.recipes.missing_tensors import find_absent
+from xrank.recipes.config_proof import find_absent
 
 CONFIG: dict[str, Any] = {
     "model_type": "phi3",

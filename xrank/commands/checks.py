@@ -24,10 +24,9 @@ from xrank.layout import LayoutMap
 from xrank.layout.output_files import OutputTensor
 from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
-from xrank.recipes.config_proof import prove_config
+from xrank.recipes.config_proof import check_against, check_source, describe_skipped_check, prove_config
 from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.found_source import BaseModel
-from xrank.recipes.missing_tensors import check_against, check_source, describe_skipped_check
 from xrank.recipes.sources import read_source
 from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest

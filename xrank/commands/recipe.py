@@ -10,7 +10,7 @@ from xrank.commands.report import model_facts
 from xrank.engine.report import RecipeDetails, Report, SourceFacts, timed_report
 from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.layout.stored_model import StoredModel
-from xrank.recipes.missing_tensors import check_source
+from xrank.recipes.config_proof import check_source
 from xrank.recipes.recipe import target_sides
 from xrank.recipes.recipe_choice import RecipeFit, fit_recipe, load_recipe
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipes, read_shipped_text

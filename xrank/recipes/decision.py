@@ -38,7 +38,7 @@ from xrank.readers.discovery import WORKSPACE, SourcePlace, find_source
 from xrank.readers.records import refuse_foreign_names
 from xrank.recipes.adapter_names import CONFIG_NAME, find_adapter, parse_adapter_config
 from xrank.recipes.adapters import Adapted, adapt, adapter_beside, check_ties, convert_adapted, drop_tied
-from xrank.recipes.config_proof import prove_config
+from xrank.recipes.config_proof import check_against, describe_skipped_check, prove_config
 from xrank.recipes.conversions import (
     TABLE,
     Converted,
@@ -48,7 +48,6 @@ from xrank.recipes.conversions import (
     keep_routers,
 )
 from xrank.recipes.found_source import BaseModel, FoundSource, override_config
-from xrank.recipes.missing_tensors import check_against, describe_skipped_check
 from xrank.recipes.model_names import names_of_class
 from xrank.recipes.options import GatherOptions, matches
 from xrank.recipes.quantization import find_scales
