@@ -24,10 +24,10 @@ _COMMANDS = {
     "simulate": "simulate",
     "layout": "layout",
     "recipe": "recipe",
-    "clean": "clean",
-    "doctor": "doctor",
-    "completion": "shell",
-    "help": "shell",
+    "clean": "housekeeping",
+    "doctor": "housekeeping",
+    "completion": "housekeeping",
+    "help": "housekeeping",
 }
 """Command -> its module in `xrank.cli`, which has an attribute of the command's name and "_command"."""
 _SECTIONS = {
