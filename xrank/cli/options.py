@@ -42,16 +42,16 @@ def completing(find: Callable[[], Iterable[str]], *, files: bool = False) -> _Co
     return complete
 
 
-def out(what: str, *, metavar: str = "DIR", required: bool = True) -> _Option:
+def out(what: str) -> _Option:
     """Return ``-o, --out``, which names what is written."""
-    return click.option("-o", "--out", required=required, type=PATH, metavar=metavar, help=what)
+    return click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help=what)
 
 
-def base_model(what: str, *, required: bool = False) -> _Option:
+def base_model(what: str) -> _Option:
     """Return ``--base-model``; `what` follows "Model folder or cached ID"."""
     text = f"Model folder or cached ID with {what}"
     complete = completing(_cached_models, files=True)
-    return click.option("--base-model", required=required, metavar="DIR|ID", help=text, shell_complete=complete)
+    return click.option("--base-model", metavar="DIR|ID", help=text, shell_complete=complete)
 
 
 def recipe(text: str, *words: str) -> _Option:
