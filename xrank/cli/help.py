@@ -45,26 +45,25 @@ class _Context(click.Context):
         super().__init__(*args, **{"help_option_names": ["-h", "--help"], "max_content_width": 120, **kwargs})
 
 
-def _write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
-    if examples:
-        with formatter.section("Examples" if len(examples) > 1 else "Example"):
-            for example in examples:
-                formatter.write(f"  xrank {example}\n")
-
-
-class Command(click.Command):
-    """A command whose help shows examples (command lines without the leading ``xrank``), and options in sections."""
-
+class _WithExamples(click.Command):
     context_class = _Context
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
+        """Command lines without the leading ``xrank``."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the text and the examples."""
         super().format_help_text(ctx, formatter)
-        _write_examples(formatter, self.examples)
+        if self.examples:
+            with formatter.section("Examples" if len(self.examples) > 1 else "Example"):
+                for example in self.examples:
+                    formatter.write(f"  xrank {example}\n")
+
+
+class Command(_WithExamples):
+    """A command whose help shows examples, and its options in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section."""
@@ -83,24 +82,15 @@ class Command(click.Command):
                     formatter.write_dl([(term.ljust(width), text) for term, text in records])
 
 
-class CommandGroup(click.Group):
+class CommandGroup(_WithExamples, click.Group):
     """A group whose commands, and their groups, have such help pages; `sections` are title -> names of commands."""
 
-    context_class = _Context
     command_class = Command
     group_class = type
 
-    def __init__(
-        self, *args: Any, sections: dict[str, Sequence[str]] | None = None, examples: Sequence[str] = (), **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, sections: dict[str, Sequence[str]] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sections = sections
-        self.examples = tuple(examples)
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the text and the examples."""
-        super().format_help_text(ctx, formatter)
-        _write_examples(formatter, self.examples)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, section by section."""
