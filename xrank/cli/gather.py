@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     show_envvar=True,
     help="Source that must be a workspace, in place of SRC.",
 )
-@options.out("Output folder; it appears by one rename.")
+@click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help="Output folder; it appears by one rename.")
 @options.base_model("config, tokenizer, names and shapes.")
 @options.layout("a source")
 @options.recipe("Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]", "none")
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     shell_complete=options.completing(lambda: ("separate", "merge")),
     help="Write LoRA adapters as a PEFT folder, or merge them into the model.  [default: separate]",
 )
-@options.adapter_config("PEFT's adapter_config.json, if SRC lacks one.")
+@click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC lacks one.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")
 @click.option(
     "--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an interrupted run."
@@ -208,7 +208,9 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
 )
 @click.argument("source", metavar="SRC", type=PATH)
 @click.option("--layout", "layouts", required=True, type=PATH, metavar="FILE", help="File of the new layout.")
-@options.out("Output workspace; it appears by one rename.")
+@click.option(
+    "-o", "--out", required=True, type=PATH, metavar="DIR", help="Output workspace; it appears by one rename."
+)
 @options.recipe("Recipe that renames and splits tensors, in either direction.  [default: the names stay]")
 @options.base_model("the companions and config.json to copy.")
 @options.part("SRC")

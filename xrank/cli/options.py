@@ -42,11 +42,6 @@ def completing(find: Callable[[], Iterable[str]], *, files: bool = False) -> _Co
     return complete
 
 
-def out(what: str) -> _Option:
-    """Return ``-o, --out``, which names what is written."""
-    return click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help=what)
-
-
 def base_model(what: str) -> _Option:
     """Return ``--base-model``; `what` follows "Model folder or cached ID"."""
     text = f"Model folder or cached ID with {what}"
@@ -94,11 +89,6 @@ def format_name(parameter: str) -> _Option:
     """Return ``--format``, as the parameter of that name."""
     text = "Format to read, if several lie there."
     return click.option("--format", parameter, metavar="NAME", help=text, shell_complete=completing(_own_formats))
-
-
-def adapter_config(text: str) -> _Option:
-    """Return ``--adapter-config`` with its help."""
-    return click.option("--adapter-config", type=PATH, metavar="FILE", help=text)
 
 
 def _permit_http(context: click.Context, parameter: click.Parameter, is_allowed: bool) -> None:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 @options.recipe("The recipe that the gather was run with.")
 @options.part("PATH")
 @options.world_size("PATH")
-@options.adapter_config("The adapter_config.json that the gather was run with.")
+@click.option(
+    "--adapter-config", type=PATH, metavar="FILE", help="The adapter_config.json that the gather was run with."
+)
 @click.option("--signature", type=PATH, metavar="FILE", help="Compare with this signature.  [default: PATH/model.sig]")
 @click.option("--public-key", type=PATH, metavar="KEY", help="Public key (PEM) of the signature.")
 @options.max_memory
