@@ -294,10 +294,14 @@ def check_ties(
         names = (target, *others)
         for name in names:
             if name in updates or (name in trained and not all(one in trained for one in names)):
-                problem = f"{name}: has an adapter, and is tied to {', '.join(one for one in names if one != name)}"
-                got, want = f"one tensor under the names {', '.join(names)}", "a tensor of its own to merge into"
-                step = f"use {option('adapter', 'separate')}; or untie them in config.json, where both were saved"
-                raise UsageError(problem, tensor=name, got=got, want=want, next_step=step)
+                raise UsageError(
+                    f"{name}: has an adapter, and is tied to {', '.join(one for one in names if one != name)}",
+                    tensor=name,
+                    got=f"one tensor under the names {', '.join(names)}",
+                    want="a tensor of its own to merge into",
+                    next_step=f"use {option('adapter', 'separate')}; or untie them in config.json, where both were "
+                    "saved",
+                )
 
 
 def describe_merges(plan: Plan) -> dict[str, str]:

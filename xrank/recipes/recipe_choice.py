@@ -494,8 +494,14 @@ def _find_repeated(matched: Match) -> tuple[Place, LayoutError] | None:
         if second is not None:
             ours, theirs = (find_rule(recipe, at[0]) for at in (first, second))
             got = f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}"
-            step, problem = f"write one rule for those of {ours} and {theirs}", f"{theirs}: {name} has two rules"
-            return second, LayoutError(problem, tensor=name, file=recipe.name, got=got, want="one rule", next_step=step)
+            return second, LayoutError(
+                f"{theirs}: {name} has two rules",
+                tensor=name,
+                file=recipe.name,
+                got=got,
+                want="one rule",
+                next_step=f"write one rule for those of {ours} and {theirs}",
+            )
     return None
 
 
