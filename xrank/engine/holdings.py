@@ -21,7 +21,7 @@ from xrank.layout.layout_map import Companion, base_layout, base_of_shape, base_
 from xrank.layout.local_part import check_shape, collect_known_names, global_size
 from xrank.layout.mesh_parts import MeshParts, flat_mesh_parts, mesh_parts
 from xrank.layout.nest_table import IntArray
-from xrank.layout.nests import Nest, canonical, size
+from xrank.layout.nests import Nest, canonical, restrict, size, span
 from xrank.layout.notation import LayoutTree, axes_of
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.layout.tensor_name import NameTable, name_table
@@ -49,49 +49,27 @@ def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
         return None
     at = fault.address
     if fault.kind == "gap":
-        nests = (parts.nests[int(row)] for row in np.flatnonzero(parts.nests.y_ends > at))
-        later = [first for nest in nests if (first := _first_from(nest, at)) is not None]
+        later = (_rest_of(parts.nests[int(row)], at).x for row in np.flatnonzero(parts.nests.y_ends > at))
         return Misfit("gap", range_text(shape, at, min(later, default=math.prod(shape)) - 1))
     near = np.flatnonzero((parts.nests.y <= at) & (parts.nests.y_ends > at))
     holding = [int(row) for row in near if contains(parts.nests[int(row)], at)]
     ranks = tuple(parts.ranks[np.isin(parts.part, parts.owner[holding])].tolist())
     if fault.kind == "outside":
         return Misfit("outside", f"address {at:,} of {math.prod(shape):,}", ranks)
-    end = min(_run_end(parts.nests[row], at) for row in holding)
-    return Misfit("overlap", range_text(shape, at, end), ranks)
+    runs = (_rest_of(parts.nests[row], at).loops for row in holding)
+    length = min(loops[-1][0] if loops and loops[-1][1] == 1 else 1 for loops in runs)
+    return Misfit("overlap", range_text(shape, at, at + length - 1), ranks)
 
 
-def _first_from(nest: Nest, address: int) -> int | None:
-    """Return the first y address of a nest at or after `address`."""
-    loops = sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: -loop[1])
-
-    def first(start: int, depth: int) -> int | None:
-        if address <= start:
-            return start
-        if depth == len(loops):
-            return None
-        n, stride = loops[depth]
-        step = min((address - start) // stride, n - 1)
-        # The last iteration that begins before the address may end before it; then the next one is first.
-        found = [first(start + i * stride, depth + 1) for i in (step, step + 1) if i < n]
-        return min((each for each in found if each is not None), default=None)
-
-    return first(nest.y, 0)
+def _destination(nest: Nest) -> Nest:
+    """Return a nest's y side as both sides of a canonical one, which merges loops by it alone."""
+    return canonical(Nest(nest.y, nest.y, tuple((n, stride, stride) for n, _, stride in nest.loops)))
 
 
-def _run_end(nest: Nest, address: int) -> int:
-    """Return the last y address of the contiguous run that contains an address."""
-    run = 1
-    outer: list[tuple[int, int]] = []
-    for n, stride in sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: loop[1]):
-        if stride == run and not outer:
-            run *= n
-        else:
-            outer.append((n, stride))
-    place = address - nest.y
-    for n, stride in reversed(outer):
-        place -= min(place // stride, n - 1) * stride
-    return address - place + run - 1
+def _rest_of(nest: Nest, address: int) -> Nest:
+    """Return the first nest of a nest's destination from `address` on."""
+    side = _destination(nest)
+    return restrict(side, address, side.x + span(side.loops))[0]
 
 
 class Share(Struct, frozen=True):
@@ -198,8 +176,7 @@ def apply_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdi
     """Return a tensor's holdings by rank -> nests, of which only the y sides count."""
     placed: dict[int, tuple[tuple[Nest, ...], None, int]] = {}
     for rank, nests in held.items():
-        # With x equal to y, canonical merges loops by the y side alone, however a file orders the elements.
-        sides = (canonical(Nest(n.y, n.y, tuple((count, y, y) for count, _, y in n.loops))) for n in nests)
+        sides = map(_destination, nests)  # however a file orders the elements
         own = tuple(Nest(0, side.y, tuple((n, 0, y) for n, _, y in side.loops)) for side in sides)
         placed[rank] = own, None, sum(map(size, own))
     return apply_parts(start, MeshParts.from_held(placed))

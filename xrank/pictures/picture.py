@@ -7,13 +7,13 @@ import hashlib
 import math
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from itertools import islice, pairwise, product
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from xrank.dtypes import DTYPES, by_torch_name
@@ -248,10 +248,9 @@ def draw_report(report: Report, samples: Sequence[Sample] = ()) -> Iterator[str]
 def _draw_rates(samples: Sequence[Sample]) -> Iterator[str]:
     """Yield bytes per second as a bar for each of some equal stretches of time."""
     last = samples[-1][0]
-    rates = [
-        (after - before) * _NUM_BARS / last
-        for before, after in pairwise(_done_at(samples, last * edge / _NUM_BARS) for edge in range(_NUM_BARS + 1))
-    ]
+    times, done = zip(*samples, strict=True)
+    at_edges = np.interp(np.arange(_NUM_BARS + 1) * last / _NUM_BARS, times, done)
+    rates = (np.diff(at_edges) * _NUM_BARS / last).tolist()
     most = max(rates)
     if not most:
         return
@@ -266,13 +265,6 @@ def _draw_rates(samples: Sequence[Sample]) -> Iterator[str]:
         place = f'x="{number * width:.1f}" y="{_HEIGHT - height:.1f}" width="{width - 1:.1f}" height="{height:.1f}"'
         yield f'<rect {place} fill="{ACCENT}">{title}</rect>'
     yield "</svg></figure>"
-
-
-def _done_at(samples: Sequence[Sample], second: float) -> float:
-    """Return the bytes done by a second, in a straight line between two samples."""
-    after = min(bisect_left(samples, (second, 0)), len(samples) - 1)
-    (start, before), (end, done) = samples[max(after - 1, 0)], samples[after]
-    return before + (done - before) * min(max((second - start) / (end - start), 0.0), 1.0) if end > start else done
 
 
 def _draw_output(made: OutputFacts) -> Iterator[str]:
