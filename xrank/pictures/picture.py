@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
-from itertools import islice, pairwise, product
+from itertools import groupby, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -511,23 +511,20 @@ def _draw_kinds(tensors: Iterable[Holdings], is_known: bool) -> Iterator[str]:
 
 def _draw_amounts(held: dict[int, int], is_known: bool) -> Iterator[str]:
     """Yield a bar for each run of ranks whose amounts read alike."""
-    runs: list[tuple[list[int], int]] = []
-    for rank, amount in held.items():
-        if runs and amount_text(runs[-1][1], is_known) == amount_text(amount, is_known):
-            runs[-1][0].append(rank)
-        else:
-            runs.append(([rank], amount))
+    runs = [[*run] for _, run in groupby(held.items(), lambda one: amount_text(one[1], is_known))]
     most = max(held.values()) or 1
     yield "<h2>Each rank holds</h2><table>"
-    for ranks, amount in runs[:_MAX_ROWS]:
-        yield f'<tr><th>{page_text(ranks_text(ranks))}<td class="number">{amount_text(amount, is_known)}'
+    for run in runs[:_MAX_ROWS]:
+        amount = run[0][1]
+        ranks = page_text(ranks_text(rank for rank, _ in run))
+        yield f'<tr><th>{ranks}<td class="number">{amount_text(amount, is_known)}'
         yield f'<td><div class="bar" style="width:{amount * 16 / most:.2f}em"></div>'
     yield "</table>"
     if len(runs) > _MAX_ROWS:
-        ranks = [rank for run, _ in runs[_MAX_ROWS:] for rank in run]
-        amounts = [amount for _, amount in runs[_MAX_ROWS:]]
+        rest = [rank for run in runs[_MAX_ROWS:] for rank, _ in run]
+        amounts = [run[0][1] for run in runs[_MAX_ROWS:]]
         limits = f"{amount_text(min(amounts), is_known)} to {amount_text(max(amounts), is_known)}"
-        yield f'<p class="note">{page_text(ranks_text(ranks, compact=True))}: {limits}</p>'
+        yield f'<p class="note">{page_text(ranks_text(rest, compact=True))}: {limits}</p>'
 
 
 _MAX_RANKS = 4096
