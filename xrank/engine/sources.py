@@ -78,23 +78,17 @@ def make_units(model: StoredModel) -> tuple[list[Unit], list[int]]:
     unit_of = [0] * len(records)
     for record in np.lexsort((records.offset, records.file)).tolist():
         file, start, end = files[record], offsets[record], offsets[record] + sizes[record]
-        last = units[-1] if units else None
-        if last is not None and last.file == file and start >= last.start and end <= last.end:
+        last = units[-1] if units and units[-1].file == file else None
+        is_small = sizes[record] <= small
+        if last and start >= last.start and end <= last.end:
             pass  # tied tensors share a record
-        elif (
-            last is not None
-            and last.file == file
-            and last.step
-            and sizes[record] <= small
-            and start - last.end <= _GAP_NBYTES
-            and end - last.start <= most
-        ):
+        elif last and last.step and is_small and start - last.end <= _GAP_NBYTES and end - last.start <= most:
             last.used_nbytes += end - max(start, last.end)
             last.end = end
             last.step = end - last.start
         else:
             # A unit of small records is one block.
-            units.append(Unit(file, start, end, end - start, max(1, end - start) if end - start <= small else 0))
+            units.append(Unit(file, start, end, end - start, max(1, end - start) if is_small else 0))
         unit_of[record] = len(units) - 1
     return units, unit_of
 
