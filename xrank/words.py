@@ -108,3 +108,10 @@ def repr_text(value: object, limit: int = 200) -> str:
 def clip(text: str, width: int) -> str:
     """Return text of at most `width` characters; dots replace the end of a longer text."""
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."[: max(width, 0)]
+
+
+def nearest_text(text: str, known: Iterable[str]) -> str | None:
+    """Return the known text that is most like another, as a guess at what was meant; None where none is like it."""
+    from difflib import get_close_matches  # only errors need it
+
+    return next(iter(get_close_matches(text, list(known), n=1)), None)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -215,7 +214,11 @@ class Output(Struct):
 
 def _columns(stream: TextIO | None) -> int | None:
     """Return the width of the stream's terminal; None elsewhere."""
-    return shutil.get_terminal_size().columns if stream is not None and stream.isatty() else None
+    if stream is None or not stream.isatty():
+        return None
+    import shutil  # it loads compressors
+
+    return shutil.get_terminal_size().columns
 
 
 def command_name(context: click.Context | None) -> str:
@@ -446,6 +449,8 @@ def following_progress(
         speed = rate.measure(done)
         if not rate.is_due(_DRAW_SECONDS) and done < total:
             return
+        import shutil
+
         columns = shutil.get_terminal_size().columns
         share = min(done / total, 1.0) if total else 1.0
         filled = int(share * _BAR_WIDTH)

@@ -6,7 +6,6 @@ The folder may go to the Hub: as ``push_to_hub`` beside a folder, or as the outp
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,7 +49,9 @@ class Push(Struct, frozen=True):
 
     def upload(self, report: Report, *, overwrite: bool) -> Report:
         """Upload the folder that a gather made, and return the gather's report with that; errors as `push_folder`."""
-        from xrank.storage.hub import push_folder  # other gathers do not need this module
+        import shutil  # other gathers do not need these modules
+
+        from xrank.storage.hub import push_folder
 
         commit_url = push_folder(self.folder, self.repository, overwrite=overwrite)
         if self.is_stage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from xrank.recipes.reshard_plan import Reshard, plan_reshard
 from xrank.storage import places
 from xrank.storage.staging import plan_apart
 from xrank.storage.url import clean_path
+from xrank.system import host_name
 
 if TYPE_CHECKING:
     import torch
@@ -113,13 +113,13 @@ def reshard_checkpoint(
         return plan_apart(place, path, make, overwrite=overwrite, replaces_states=True, checks_output=checks_output)
 
     if dry_run:
-        reshard = plan(socket.gethostname())
+        reshard = plan(host_name())
         check_dry_run(reshard, path, replaces_states=True)
         return reshard_report(reshard, path, started)
     team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
     with team.together():
         # States name one host, whichever rank writes them.
-        host = team.broadcast("host", socket.gethostname() if team.is_first else None)
+        host = team.broadcast("host", host_name() if team.is_first else None)
         reshard, _ = team.agree(
             "the plan",
             lambda: plan(host, checks_output=team.is_first),

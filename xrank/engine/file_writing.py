@@ -6,7 +6,6 @@ a signal or a failing disk left after its rename, is found by the plan's digest 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -164,6 +163,8 @@ def hash_stretch(
 
     Raises CancelledError if `stop` is set meanwhile, XrankError if the bytes cannot be read.
     """
+    import hashlib  # few gathers need it
+
     state, step = hashlib.new(hash_name, usedforsecurity=False), _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
     with open_regular(path, follow_links=follow_links) as file:
         end = file.nbytes if end is None else end

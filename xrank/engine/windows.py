@@ -7,7 +7,6 @@ digests of tensors are joined from reads and windows in any order.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -537,6 +536,8 @@ class FileHashes:
 
     def add(self, file: int, windows: range, data: memoryview) -> None:
         """Add windows of a file, as they are written; wait until all before are added, or another thread failed."""
+        import hashlib  # files that are not signed do not need it
+
         with self._turn:
             self._turn.wait_for(lambda: self._is_aborted or self._next.get(file, 0) == windows.start)
             if self._is_aborted:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import prod
 from typing import Any
 
@@ -37,6 +36,7 @@ from xrank.layout.local_part import bind, infer_shape
 from xrank.layout.notation import LayoutTree, axes_of, render
 from xrank.layout.tensor_layout import axis_lengths
 from xrank.layout.terms.tensors import describe_mesh, from_placements
+from xrank.words import nearest_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -696,11 +696,11 @@ def load_optimizer_shards(
     loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for name, one, parameter, _ in stepped:
         if name not in tensors:
-            near = get_close_matches(name, tensors, n=1)
+            near = nearest_text(name, tensors)
             raise At(name, one.model.plan.rank).usage_error(
                 "the states have no values of it",
                 "give the tensors of export_optimizer_shards, in this run's layouts",
-                f"{near[0]}, and others" if near else f"{len(tensors)} tensors of other names",
+                f"{near}, and others" if near else f"{len(tensors)} tensors of other names",
             )
         _check_shape(name, tensors[name], one)
         prefix = f"state.{name}."

@@ -7,7 +7,6 @@ import hmac
 import json
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
@@ -172,9 +171,9 @@ class PeerConnection:
             except OSError as error:
                 raise PeerGoneError(_describe(error)) from None
             challenge = self._receive(NONCE_NBYTES, tick)
-            nonce = secrets.token_bytes(NONCE_NBYTES)
+            nonce = os.urandom(NONCE_NBYTES)
             self._send(nonce + reader_proof(token, challenge, nonce), tick)
-            if not secrets.compare_digest(self._receive(PROOF_NBYTES, tick), lender_proof(token, challenge, nonce)):
+            if not hmac.compare_digest(self._receive(PROOF_NBYTES, tick), lender_proof(token, challenge, nonce)):
                 raise PeerGoneError("another process than the lender answers there")
         except BaseException:
             sock.close()
@@ -385,9 +384,9 @@ class PeerService:
         self.failure: Exception | None = None
         """The first exception of a read for another rank; this rank would not notice it otherwise."""
         self._views = views
-        self._name = f"xrank-{secrets.token_hex(16)}"
+        self._name = f"xrank-{os.urandom(16).hex()}"
         self._is_told = secret is None
-        self._token = secrets.token_bytes(TOKEN_NBYTES) if secret is None else derive_token(secret, self._name)
+        self._token = os.urandom(TOKEN_NBYTES) if secret is None else derive_token(secret, self._name)
         self._guests: dict[int, _Guest] = {}
         self._strangers: dict[_Guest, None] = {}
         """Guests that have not yet proven knowledge of the token, in the order in which they came."""
@@ -523,7 +522,7 @@ class PeerService:
             self._reply(guest)
             return True
         nonce, proof = content[:NONCE_NBYTES], content[NONCE_NBYTES:]
-        if not secrets.compare_digest(proof, reader_proof(self._token, guest.challenge, nonce)):
+        if not hmac.compare_digest(proof, reader_proof(self._token, guest.challenge, nonce)):
             return False
         if len(self._guests) > self._most_guests:
             idle = [one for one in self._guests.values() if one.is_known and not one.is_replying and not one.received]
@@ -585,7 +584,7 @@ class _Guest:
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self.challenge = secrets.token_bytes(NONCE_NBYTES)
+        self.challenge = os.urandom(NONCE_NBYTES)
         self.came_at = monotonic()
         """Time of its last request."""
         self.is_known = False

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 import time
 import weakref
@@ -283,7 +281,7 @@ class MessageName:
     """Names of one process's messages: they contain the owner and a number, and are unique."""
 
     def __init__(self, rank: int) -> None:
-        self._prefix = f".rank_{rank}.{_space_digest()}.{os.getpid()}.{secrets.token_hex(8)}"
+        self._prefix = f".rank_{rank}.{_space_digest()}.{os.getpid()}.{os.urandom(8).hex()}"
         self._count = 0
 
     def new(self) -> str:
@@ -303,7 +301,7 @@ class MessageName:
 
 
 def _space_digest() -> str:
-    return hashlib.blake2b(process_space().encode(), digest_size=8).hexdigest()
+    return xxhash.xxh3_64_hexdigest(process_space().encode())
 
 
 class DirectoryMessages:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
@@ -14,6 +12,7 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from xrank.errors import AGAIN, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError, marked, option
+from xrank.system import host_name
 from xrank.words import ranks_text
 
 MAX_NBYTES = 3072
@@ -75,7 +74,7 @@ class FailureRecord(Struct, frozen=True):
         if isinstance(error, XrankError):
             cause += "".join(f"; {word} {marked(part)}" for word in ("got", "want") if (part := getattr(error, word)))
         absent = error.waiting_for if isinstance(error, RankTimeoutError) else ()
-        return cls(rank, socket.gethostname(), os.getpid(), cause, call, number, failure_id, is_at_large, absent)
+        return cls(rank, host_name(), os.getpid(), cause, call, number, failure_id, is_at_large, absent)
 
     def anew(self) -> FailureRecord:
         """Return the record as that of another failure, which follows from this one."""
@@ -127,7 +126,7 @@ def failure_of(error: BaseException) -> tuple[str, bool]:
 
 
 def _new_id() -> str:
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def damage_error(what: str, got: str, want: str | None = None, *, rank: int | None = None) -> CorruptError:

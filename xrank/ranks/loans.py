@@ -6,8 +6,6 @@ import ctypes
 import errno
 import json
 import os
-import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ from xrank.ranks.failure import FailureRecord
 from xrank.ranks.memory import LocalBytes, TensorBytes, address_of
 from xrank.ranks.waits import Peer, is_readable, process_space
 from xrank.storage.entries import Entry
-from xrank.system import c_library, keep_descriptors_free
+from xrank.system import c_library, host_name, keep_descriptors_free
 
 if TYPE_CHECKING:
     from xrank.ranks.team import Team
@@ -83,7 +81,7 @@ class LendingSign:
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        self._sign = (ctypes.c_ubyte * _SIGN_NBYTES).from_buffer_copy(secrets.token_bytes(_SIGN_NBYTES))
+        self._sign = (ctypes.c_ubyte * _SIGN_NBYTES).from_buffer_copy(os.urandom(_SIGN_NBYTES))
         self.address = ctypes.addressof(self._sign)
         self.content = bytes(self._sign)
         self._stands = True
@@ -351,7 +349,7 @@ class MemoryOffer:
     def describe(self) -> dict[str, Any]:
         """Return a JSON description with which other ranks read the offer; with a token, only those may receive it."""
         return {
-            "host": socket.gethostname(),
+            "host": host_name(),
             "pid": os.getpid(),
             "space": process_space(),
             # A reader looks for the nonce at its address: if this process has ended, its number may be another one's.

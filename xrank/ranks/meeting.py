@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
 import select
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +53,7 @@ class KeyPair:
     """The key pair of a process."""
 
     def __init__(self) -> None:
-        self._private = secrets.token_bytes(_NBYTES)
+        self._private = os.urandom(_NBYTES)
         self.public = x25519(self._private, _BASE_POINT).hex()
         """For the others, in hexadecimal digits."""
         self._shared: dict[str, bytes] = {}
@@ -266,8 +265,8 @@ class _Host:
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self.others = tuple(meeting.ranks[1:])
-        self.nonce = secrets.token_hex(16)
-        self.secret = secrets.token_bytes(32)
+        self.nonce = os.urandom(16).hex()
+        self.secret = os.urandom(32)
         self.links: dict[int, Link] = {}
         self.guests: list[Link] = []  # connected, first message not yet received
         self.peers: dict[int, Peer] = {}
@@ -277,7 +276,7 @@ class _Host:
     def meet(self) -> RankGroup:
         meeting, has_met = self.meeting, False
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
-            address = f"xrank-{secrets.token_hex(16)}"
+            address = f"xrank-{os.urandom(16).hex()}"
             listener.bind(f"\0{address}")
             # Before the announcement: ranks connect as soon as they read the address.
             listener.listen(len(meeting.ranks))
@@ -507,7 +506,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         meeting.store.put(f"{meeting.name}/here/{me.rank}", json.dumps({**meeting.describe(), _KEY: keys.public}))
         if is_first:
             publics = _collect(meeting, wire, known)
-            secret = secrets.token_bytes(32)
+            secret = os.urandom(32)
             roster: dict[str, Any] = {
                 "peers": [peer.to_dict() for peer in (me, *known.values())],
                 _KEY: keys.public,

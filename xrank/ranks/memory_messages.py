@@ -6,8 +6,6 @@ import ctypes
 import json
 import mmap
 import os
-import secrets
-import socket
 import stat
 import weakref
 from array import array
@@ -25,7 +23,7 @@ from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import explain_no_memory, row_major_bytes
 from xrank.ranks.waits import process_space
-from xrank.system import after_fork_in_child
+from xrank.system import after_fork_in_child, host_name
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +73,7 @@ class MemoryPlace(Struct, frozen=True, forbid_unknown_fields=True):
         """Raise UsageError if this process could not reach the place even if it still exists."""
         if self.space == process_space():
             return
-        here = socket.gethostname()
+        here = host_name()
         raise UsageError(
             f"the memory of rank {rank} is on host {self.host}, which this process on {here} cannot reach",
             rank=rank,
@@ -89,7 +87,7 @@ class MemoryFile:
     """The writer's side: a new file, written through `fd`, that exists until it is closed."""
 
     def __init__(self) -> None:
-        self.nonce = secrets.token_hex(16)
+        self.nonce = os.urandom(16).hex()
         self.fd = os.memfd_create(_MARK + self.nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # A new memfd has mode 0777.
         os.fchmod(self.fd, 0o600)
@@ -108,7 +106,7 @@ class MemoryFile:
             nbytes=status.st_size,
             nonce=self.nonce,
             space=process_space(),
-            host=socket.gethostname(),
+            host=host_name(),
         )
 
     def close(self) -> None:

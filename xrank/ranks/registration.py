@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import sleep
@@ -90,7 +89,7 @@ def _meet(
     store: GroupStore, owner: Any, rank: int, ranks: tuple[int, ...], deadline: Deadline, watch: WorkWatch
 ) -> Registration:
     if rank == ranks[0]:
-        name = secrets.token_hex(8)
+        name = os.urandom(8).hex()
         store.put(_NAME, json.dumps({"name": name, "open": True}))
     else:
         name = _await_name(store, joined_work.get(owner), ranks, deadline, watch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -388,6 +387,8 @@ def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
     while True:
         limit = max(0.1, min(_CONNECT_SECONDS, deadline.remaining_seconds))
         try:
+            import socket  # few launches have no store
+
             socket.create_connection((address, port), timeout=limit).close()
             store = distributed.TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)

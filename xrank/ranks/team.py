@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ class Team:
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self.position = self.ranks.index(rank)
         self.is_first, self.is_one_host, self.num_here = self.position == 0, is_one_host, num_here
-        self.secret = secrets.token_bytes(32)
+        self.secret = os.urandom(32)
         """Known to these ranks alone, while they are together."""
         self.needs_ports = False
         """Whether ranks reach each other over the network alone, while they are together."""

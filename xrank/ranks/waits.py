@@ -6,27 +6,25 @@ import atexit
 import json
 import logging
 import os
-import secrets
 import select
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import cache
-from hashlib import blake2b
 from time import monotonic
 from typing import Annotated, Any
 from weakref import WeakSet
 
+import xxhash
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, RankFailedError, XrankError
 from xrank.ranks.failure import FailureRecord, damage_error, failure_of, mark_failure
 from xrank.ranks.store import Store
-from xrank.system import after_fork_in_child
+from xrank.system import after_fork_in_child, host_name
 from xrank.words import join_words, list_text, ranks_text
 
 PERIOD_SECONDS = 2.0
@@ -48,7 +46,7 @@ class Peer(Struct, frozen=True):
     def from_this_process(cls, rank: int) -> Peer:
         """Return the peer of a rank that runs in this process."""
         space = process_space()
-        network = host = socket.gethostname()
+        network = host = host_name()
         with suppress(FileNotFoundError):  # another system than Linux
             network = f"{space.partition('.')[0]}.{os.stat('/proc/self/ns/net').st_ino}"
         return cls(rank, host, os.getpid(), space, network)
@@ -91,7 +89,7 @@ def process_space() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:
             return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
     except FileNotFoundError:
-        return socket.gethostname()  # another system than Linux
+        return host_name()  # another system than Linux
 
 
 # A forked process may be the first of a namespace of its own.
@@ -446,7 +444,7 @@ class LongWait:
         self._pause = _CYCLE_SECONDS[0]
         self._next_cycle = self._began + 2 * self._pause
         self._next_log = self._began + _LOG_SECONDS
-        self._id = f"{description.rank}-{secrets.token_hex(8)}"
+        self._id = f"{description.rank}-{os.urandom(8).hex()}"
         self._published = ""
         self._votes: dict[str, tuple[Wait, ...]] = {}
 
@@ -559,7 +557,7 @@ def _digest(cycle: Sequence[Wait]) -> str:
     """Return a name of a cycle that is the same on all of its ranks."""
     first = min(range(len(cycle)), key=lambda i: (cycle[i].rank, cycle[i].id))
     ids = [wait.id for wait in (*cycle[first:], *cycle[:first])]
-    return blake2b(" ".join(ids).encode(), digest_size=16).hexdigest()
+    return xxhash.xxh3_128_hexdigest(" ".join(ids).encode())
 
 
 def _cycles(start: Wait, waits: Mapping[str, Wait]) -> Iterator[tuple[Wait, ...]]:

@@ -58,7 +58,7 @@ from xrank.recipes.sizes import (
     solve_sizes,
 )
 from xrank.storage import places
-from xrank.words import likewise_text, list_text
+from xrank.words import likewise_text, list_text, nearest_text
 
 _CHECK_CONFIG = "check that config.json is this model's"
 
@@ -452,12 +452,10 @@ def load_recipe(asked: str) -> Recipe:
         return load_shipped_recipe(asked)
     if os.path.isfile(asked):
         return read_recipe(asked)
-    from difflib import get_close_matches
-
-    near = get_close_matches(asked, list_shipped_recipes(), n=1)
+    near = nearest_text(asked, list_shipped_recipes()) or "megatron-llama"
     is_folder = os.path.isdir(asked)
     problem = f"{asked} is a folder" if is_folder else f"no recipe is called {asked}, and it is not a file"
-    want = f"a recipe's file, or a name such as {(*near, 'megatron-llama')[0]}"
+    want = f"a recipe's file, or a name such as {near}"
     step = f"run: xrank recipe list, or give {option('recipe', metavar='FILE')} a path"
     raise UsageError(problem, got=asked, want=want, next_step=step)
 
@@ -605,7 +603,5 @@ def _group_unknown(found: Match) -> Iterator[dict[str, Any]]:
     for name in found.unknown:
         kinds.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
     for kind, names in kinds.items():
-        from difflib import get_close_matches
-
-        near = get_close_matches(kind, known, n=1)
-        yield {"name": names[0], "count": len(names), "nearest": known[near[0]] if near else None}
+        near = nearest_text(kind, known)
+        yield {"name": names[0], "count": len(names), "nearest": near and known[near]}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import combinations
 from operator import add, mul, sub
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -21,7 +20,7 @@ from xrank.layout.local_part import names_of_dim
 from xrank.layout.notation import MAX_SIZE
 from xrank.layout.tensor_name import TensorName, compile_pattern
 from xrank.recipes.recipe import Recipe, Rule, Side, parse_side, part_names, size_texts
-from xrank.words import clip, list_text, size_text
+from xrank.words import clip, list_text, nearest_text, size_text
 
 _BEGINNING = "layers "
 _VALUE = r"([A-Za-z_][\w.]*|[0-9]{1,18})"
@@ -224,17 +223,25 @@ CORRECT = "correct the recipe; those that come with xrank show how it is written
 _loads = lru_cache(maxsize=128)(parse_toml)
 
 
+_FOLDER = os.path.dirname(__file__)
+
+
 @lru_cache(maxsize=1)
 def read_shipped() -> dict[str, str]:
     """Return name -> text of the recipes that come with xrank, sorted."""
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.toml")}
-    return dict(sorted(texts.items()))
+    names = sorted(file.removesuffix(".toml") for file in os.listdir(_FOLDER) if file.endswith(".toml"))
+    return {name: _read_text(os.path.join(_FOLDER, f"{name}.toml")) for name in names}
 
 
 @lru_cache(maxsize=8)
 def read_shipped_table(name: str) -> Any:
     """Return the content of a JSON file beside this module, which is generated from an installed transformers."""
-    return json.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    return json.loads(_read_text(os.path.join(_FOLDER, name)))
+
+
+def _read_text(file: str, encoding: str = "utf-8") -> str:
+    with open(file, encoding=encoding) as stream:
+        return stream.read()
 
 
 _MAX_NBYTES = 1 << 20
@@ -288,7 +295,7 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
         return tables
     # A recipe that extends itself, even by way of others, would be read forever.
     if not isinstance(base, str) or base not in read_shipped() or base in via:
-        near = (*get_close_matches(str(base), read_shipped(), n=1), "megatron-llama")[0]
+        near = nearest_text(str(base), read_shipped()) or "megatron-llama"
         want = f"the name of one recipe that comes with xrank, such as {near}"
         raise misplaced(file, ("extends",), base, want, "run: xrank recipe list")
     return _extend(_rename(read_tables(read_shipped()[base], f"{base}.toml", (*via, base)), renames), tables, file)
@@ -425,8 +432,8 @@ def refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str, 
     """Refuse keys that a table of a recipe does not have."""
     for key in table:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            raise misplaced(file, (*keys, key), key, near[0] if near else f"one of {', '.join(sorted(known))}")
+            want = nearest_text(key, known) or f"one of {', '.join(sorted(known))}"
+            raise misplaced(file, (*keys, key), key, want)
 
 
 def misplaced(file: str, keys: tuple[str, ...], got: object, want: str, next_step: str = CORRECT) -> LayoutError:
@@ -457,7 +464,7 @@ def find_place(file: str, *keys: str) -> str:
     tomllib does not keep lines, so each key is searched in the text, after the one before it. Spaces do not count.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        text = _read_text(file, "utf-8-sig")
     except OSError:
         text = read_shipped().get(file.removesuffix(".toml"), "")
     text, at, last = text.replace(" ", ""), 0, None

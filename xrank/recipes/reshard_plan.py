@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -36,6 +35,7 @@ from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.sources import open_base_model, read_source
 from xrank.storage.entries import plain_config
+from xrank.system import host_name
 from xrank.words import likewise_text, list_text, ranks_text
 
 
@@ -206,7 +206,7 @@ def plan_reshard_of(
     content = repr(([file.identity for file in stored.files], new)).encode()
     run_id = stored.run_id or f"reshard-{xxhash.xxh3_64_hexdigest(content)}"
     shapes = {shard.name: shard.shape for shard in stored.shards}
-    states = _States(stored, new, names, tied, run_id, host or socket.gethostname(), claims, shapes)
+    states = _States(stored, new, names, tied, run_id, host or host_name(), claims, shapes)
     # The tensors that are written separately; a tied name among them gets the dtype and shape of its target.
     known = {output.name: output for output in selection.outputs}
     for target, others in selection.tied.items():

@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -135,7 +134,7 @@ class Address:
                 os.unlink(registration.path)
 
     def _write(self, name: str, content: Mapping[str, Any]) -> RankRegistration:
-        path, own_id = os.path.join(self.path, name), secrets.token_hex(16)
+        path, own_id = os.path.join(self.path, name), os.urandom(16).hex()
         staged = os.path.join(self.path, f".{name}-{own_id}")
         text = json.dumps({"format": _FORMAT, "id": own_id, **content})
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -562,7 +561,7 @@ def take_weights(
             loan.callback(offer.close)
             parts = share_offers(team, "the engine's ranks", offer, {})
             own = parts[team.position]["offer"]
-            engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
+            engine = team.broadcast("the engine's name", os.urandom(4).hex() if team.is_first else None)
             loan.callback(place.remove, place.register("engine", engine, team.rank, {"offer": own}))
         by_mooncake = is_mooncake(wire, "take_weights")
         lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None

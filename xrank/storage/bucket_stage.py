@@ -20,8 +20,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +67,7 @@ from xrank.storage.uploads import (
     part_nbytes_for,
 )
 from xrank.storage.url import clean_path, split_url
+from xrank.system import host_name
 from xrank.words import list_text
 
 _Record = TypeVar("_Record")
@@ -287,7 +286,7 @@ def put_journal(place: BucketPlace, content: BucketJournal, version: str | None)
 
 def make_owned(content: BucketJournal) -> BucketJournal:
     """Return the journal with this process as its owner."""
-    return replace(content, host=socket.gethostname(), pid=os.getpid())
+    return replace(content, host=host_name(), pid=os.getpid())
 
 
 def read_journal(place: BucketPlace) -> tuple[BucketJournal | None, str] | None:
@@ -714,7 +713,7 @@ def _claim(
         next_step = f"run that gather again, which ends it, or run xrank clean {place.url}"
         what = "a gather of another plan was stopped while its files became visible"
         raise make_exists_error(place.url, what, next_step=next_step)
-    mine = old if old is not None and is_same else BucketJournal(secrets.token_hex(8), plan_digest)
+    mine = old if old is not None and is_same else BucketJournal(os.urandom(8).hex(), plan_digest)
     lost = OutputExistsError if found is None else (ContradictionError, IncompleteError)
     try:
         journal = OpenJournal(place, make_owned(mine), version)

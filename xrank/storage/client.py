@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import io
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -503,6 +502,8 @@ class ObjectStore:
                 spent = self._clock.now() - started
                 # The pauses double, and a random part keeps many clients from coming back at once.
                 pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 16))
+                import random  # requests rarely fail
+
                 pause *= random.uniform(0.5, 1.0)  # noqa: S311
                 is_final = fault.kind not in (FaultKind.PASSING, FaultKind.THROTTLED)
                 if is_final or spent + pause > self.settings.timeout_seconds or stop.is_set():

@@ -10,7 +10,6 @@ absent, old or whole, and a journal that the same command resumes.
 from __future__ import annotations
 
 import json
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Protocol
@@ -19,7 +18,7 @@ import xxhash
 from msgspec import Meta, Struct
 
 from xrank.errors import OutputExistsError, XrankError, option
-from xrank.system import process_state
+from xrank.system import host_name, process_state
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """A number in a record that is read back."""
@@ -136,7 +135,7 @@ def make_exists_error(where: str, what: str, **facts: Any) -> OutputExistsError:
 
 def owner_state(host: str, pid: int) -> str:
     """Return ``alive``, ``gone``, or ``unknown`` for a journal's owner on another host."""
-    return process_state(pid) if host == socket.gethostname() else "unknown"
+    return process_state(pid) if host == host_name() else "unknown"
 
 
 def seal(record: Mapping[str, Any]) -> bytes:

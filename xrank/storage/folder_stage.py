@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 import stat
 import threading
 import time
@@ -111,7 +110,7 @@ def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] 
         with suppress(FileNotFoundError):
             os.unlink(fresh)
         with open(os.open(fresh, system.NEW, _MODE), "wb", buffering=0) as file:
-            system.write_all(file.fileno(), encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
+            system.write_all(file.fileno(), encode_journal(plan_digest, system.host_name(), os.getpid(), finished))
             os.fsync(file.fileno())
         disk.move(fresh, path)
     sync_folder(stage)

@@ -7,8 +7,8 @@ huggingface_hub asks the Hub with its token and follows redirects to other hosts
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +99,7 @@ class PartsBackend(ObstoreBackend):
 
     def create(self, key: str, mark: str) -> str:
         """Return a new id: the time in seconds since the epoch, and random bits. Its first part begins the upload."""
-        return f"{int(time.time()):010x}{secrets.token_hex(6)}"
+        return f"{int(time.time()):010x}{os.urandom(6).hex()}"
 
     def look(self, key: str) -> UploadedObject | None:
         """Return an object as the store describes it; None if it is absent."""

@@ -7,7 +7,6 @@ the listings: each command calls it with its own paths first, and so sees what i
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import stat
@@ -298,6 +297,8 @@ def rank_of(file_name: str) -> int | None:
 
 def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> bytes:
     """Return the hash of a file on disk, after that of some bytes before it."""
+    import hashlib  # few gathers need it
+
     state = hashlib.new(hash_name, head, usedforsecurity=hash_name != "sha1")
     _feed(path, state.update)
     return state.digest()

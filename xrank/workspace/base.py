@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -181,6 +181,6 @@ def _group_run_id() -> str | None:
     try:
         # torch's stubs lack get_group_store (torch/csrc/distributed/c10d/init.cpp).
         store: Any = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        return str(store.compare_set("xrank/run_id", "", secrets.token_hex(8)).decode())
+        return str(store.compare_set("xrank/run_id", "", os.urandom(8).hex()).decode())
     except (RuntimeError, NotImplementedError):
         return None  # this store cannot compare, such as a simulated group's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +99,7 @@ class NFSWorkspace(MessagingWorkspace):
         path = self._place()
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
         run = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_id or "norun")[:40]
-        part = os.path.join(path, f".rank_{self.rank}.{run}.{secrets.token_hex(8)}.part")
+        part = os.path.join(path, f".rank_{self.rank}.{run}.{os.urandom(8).hex()}.part")
         file = os.path.join(path, state_file_name(self.rank))
         try:
             with explain_no_space(

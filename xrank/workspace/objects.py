@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
         with self._naming():
             store, key = open_store(f"{url}/{state_file_name(self.rank)}")
-            upload_object(Uploads(store, url), key, archive.pass_to, nbytes=archive.nbytes, mark=secrets.token_hex(8))
+            upload_object(Uploads(store, url), key, archive.pass_to, nbytes=archive.nbytes, mark=os.urandom(8).hex())
 
     def read_configs_and_weights_from_rank(
         self, target_rank: int

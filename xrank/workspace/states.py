@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from time import sleep
@@ -148,7 +147,7 @@ def make_state_archive(
         step=step,
         rank=identity.rank,
         world_size=identity.world_size,
-        host=socket.gethostname(),
+        host=system.host_name(),
         meshes=located.meshes,
         tensors=located.records,
     )

@@ -7,7 +7,6 @@ memory.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from xrank.readers.megatron.live import is_megatron, megatron_mesh, megatron_ten
 from xrank.readers.placement import HeldTensor, memory_of, place_all, replicate, shared_mesh
 from xrank.readers.records import Subject
 from xrank.storage.entries import Entry
+from xrank.system import host_name
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ def local_model(
         step=None,
         rank=rank,
         world_size=world_size,
-        host=socket.gethostname(),
+        host=host_name(),
         meshes=located.meshes,
         tensors=located.records,
     )
