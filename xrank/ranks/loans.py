@@ -327,6 +327,7 @@ class MemoryOffer:
         by_mooncake: whether Mooncake may read the views that are in a row in memory, too.
         addresses: of the port, as `PeerService` takes them.
         secret: shared with the readers, who add the token to the description (`share_offers`); None: it is in it.
+        is_alone: whether no other process reads; the description is then empty.
     """
 
     def __init__(
@@ -337,17 +338,21 @@ class MemoryOffer:
         by_mooncake: bool = False,
         addresses: Sequence[str] = (),
         secret: bytes | None = None,
+        is_alone: bool = False,
     ) -> None:
         self.views = tuple(views)
         spans = [(view.address, view.nbytes) for view in self.views if view.address]
         self._mooncake = MooncakeEngine(spans) if by_mooncake else None
-        self._service = PeerService(
-            dict(enumerate(self.views)), across_hosts=across_hosts, addresses=addresses, secret=secret
-        )
-        self._sign = LendingSign()
+        self._service: PeerService | None = None
+        if not is_alone:
+            numbered = dict(enumerate(self.views))
+            self._service = PeerService(numbered, across_hosts=across_hosts, addresses=addresses, secret=secret)
+            self._sign = LendingSign()
 
     def describe(self) -> dict[str, Any]:
         """Return a JSON description with which other ranks read the offer; with a token, only those may receive it."""
+        if self._service is None:
+            return {}
         return {
             "host": host_name(),
             "pid": os.getpid(),
@@ -373,13 +378,13 @@ class MemoryOffer:
     @property
     def failure(self) -> Exception | None:
         """The first exception of a read for another rank."""
-        return self._service.failure
+        return None if self._service is None else self._service.failure
 
     def close(self) -> None:
         """Stop lending. Ranks that still read get an error. Further calls do nothing."""
-        # The sign first: from here on a reader trusts no bytes that it has copied by itself.
-        self._sign.end()
-        self._service.close()
+        if self._service is not None:
+            self._sign.end()  # first: from here on a reader trusts no bytes that it has copied by itself
+            self._service.close()
         if self._mooncake is not None:
             self._mooncake.close()
 

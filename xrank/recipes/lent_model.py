@@ -213,6 +213,7 @@ def lend_model(
         by_mooncake=by_mooncake,
         addresses=() if across_hosts else team.addresses,
         secret=team.secret,
+        is_alone=team.size == 1 and not across_hosts,
     )
     loan.callback(offer.close)
 
