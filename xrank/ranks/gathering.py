@@ -252,7 +252,6 @@ class World(NamedTuple):
     owner: Any
     """Torch's group of all ranks, `LaunchedRanks`, or None."""
     rank: int
-    """This rank."""
     size: int
 
     def find_membership(self) -> Membership:

@@ -171,7 +171,7 @@ if _process_vm_readv is not _unknown_call:
 
 
 _MAX_SPANS = 512
-"""Spans of one call: its TCP transport refused 4,096 as a full queue."""
+"""Spans of one call of Mooncake: its TCP transport refused 4,096 as a full queue."""
 
 
 def is_mooncake(wire: str | None, call: str) -> bool:

@@ -114,7 +114,6 @@ class Meeting:
     num_at_large: int = 0
     find_at_large: Callable[[Sequence[int]], FailureRecord | None] = lambda ranks: None
     monitor: WaitMonitor = field(init=False)
-    """Of this rank's wait for the others."""
 
     def __post_init__(self) -> None:
         self.monitor = WaitMonitor(self.begin_long_wait)
@@ -485,10 +484,6 @@ def _raise_end(meeting: Meeting) -> None:
         raise RanksApartError
 
 
-_KEY = "key"
-"""Entry of a rank's public key."""
-
-
 def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECONDS) -> RankGroup:
     """Return the group of a meeting's ranks, as `meet`, through the store alone."""
     is_first = meeting.rank == meeting.ranks[0]
@@ -503,13 +498,13 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
             meeting.announce()  # after the first beat: the others may wait for this rank from now on
         wire.watch(known)
         me = Peer.from_this_process(meeting.rank)
-        meeting.store.put(f"{meeting.name}/here/{me.rank}", json.dumps({**meeting.describe(), _KEY: keys.public}))
+        meeting.store.put(f"{meeting.name}/here/{me.rank}", json.dumps({**meeting.describe(), "key": keys.public}))
         if is_first:
             publics = _collect(meeting, wire, known)
             secret = os.urandom(32)
             roster: dict[str, Any] = {
                 "peers": [peer.to_dict() for peer in (me, *known.values())],
-                _KEY: keys.public,
+                "key": keys.public,
                 "sealed": {
                     rank: keys.seal(secret, public, f"{meeting.name} {rank}") for rank, public in publics.items()
                 },
@@ -518,7 +513,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         else:
             roster = _await_roster(meeting, wire, known)
             sealed = roster["sealed"][str(meeting.rank)]
-            secret = keys.unseal(sealed, roster[_KEY], f"{meeting.name} {meeting.rank}")
+            secret = keys.unseal(sealed, roster["key"], f"{meeting.name} {meeting.rank}")
         # Each from the moment it is known, so its death is seen while others are still awaited.
         wire.watch(known)
         return RankGroup(meeting.ranks, meeting.rank, wire, known, secret=secret)
@@ -539,7 +534,7 @@ def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> dict[
             if (described := _find_description(meeting, rank)) is not None:
                 meeting.check_at_large(described)
                 threads.add(described.get("thread", ""))
-                publics[rank] = str(described.get(_KEY, ""))
+                publics[rank] = str(described.get("key", ""))
                 known[rank] = Peer.from_dict(described)
         wire.watch(known)
         meeting.raise_refusal(absent)

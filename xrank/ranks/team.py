@@ -478,7 +478,6 @@ class BackgroundWork(Future[Made], Generic[Made]):
 
 
 _last: list[BackgroundWork[Any]] = []
-"""The last piece of work of this process."""
 after_fork_in_child(_last.clear)  # the child has neither the thread nor the other ranks
 
 

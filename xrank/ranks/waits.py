@@ -387,7 +387,6 @@ class Wait(Struct, frozen=True):
     id: str
     rank: int
     ranks: tuple[int, ...]
-    """The ranks of the call."""
     meeting: int
     """The number of the meeting of these ranks."""
     number: int
@@ -399,9 +398,7 @@ class Wait(Struct, frozen=True):
     awaits: str
     awaited: tuple[int, ...]
     group: str = ""
-    """The name of the process group."""
     thread: str = ""
-    """The name of the waiting thread."""
 
     @property
     def is_of_work(self) -> bool:

@@ -99,7 +99,6 @@ class RankStatus(Struct, frozen=True):
     """Trainer: the last step whose outcome this rank knows. Engine: the last round in which this rank saw all ranks
     with one step."""
     cause: str = ""
-    """The reason of a failure."""
 
     def to_bytes(self) -> bytes:
         """Return the status as `STATUS_NBYTES` bytes."""

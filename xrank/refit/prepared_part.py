@@ -344,7 +344,6 @@ class _QuantizedPart(Struct, frozen=True, eq=False):
     maxima: Maxima
     """This rank's maxima, which the other ranks read."""
     views: Sequence[torch.Tensor]
-    """This rank's tensors."""
     codes: Mapping[int, torch.Tensor]
     """View -> its quantized elements, which are lent."""
     scales: Mapping[str, torch.Tensor]

@@ -55,7 +55,6 @@ class RecordedCopy(Struct, frozen=True, eq=False):
     output: OutputTensor
     """The part of the Hugging Face tensor, in the parameter's element type."""
     target: torch.Tensor
-    """The part of the parameter, in place."""
     parameter: str
 
 

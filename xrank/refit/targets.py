@@ -95,7 +95,6 @@ class TargetPlan(Struct, frozen=True, eq=False):
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors among `tensors` that the loader takes whole afterwards."""
     fills: tuple[Fill, ...] = ()
-    """Constants that the loader writes."""
     cast: frozenset[str] = frozenset()
     """Tensors that another engine had cast before this rank copied them from it."""
 
