@@ -334,7 +334,10 @@ class GradientPlan:
         return tuple(sorted(self.views.main.ranks))
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
-        """Return this rank and the ranks that differ from it along axes of the dense mesh, ascending."""
+        """Return this rank and the ranks that differ from it along axes of the dense mesh, ascending.
+
+        Axes that the mesh does not have count as of length 1.
+        """
         return tuple(sorted(ranks_along(self.views.main, self.rank, axes)))
 
     @property
@@ -356,7 +359,10 @@ class GradientPlan:
         return tuple(dict.fromkeys(ranks for ranks in sets if len(ranks) > 1))
 
     def shard(self, bucket: PlannedBucket, rank: int | None = None) -> tuple[int, int]:
-        """Return the bounds in the buffer of a rank's shard of a bucket; without shards, of the whole bucket."""
+        """Return the bounds in the buffer of a rank's shard of a bucket; without shards, of the whole bucket.
+
+        `rank` is one of the buffer's `shard_ranks`; None: the plan's rank.
+        """
         if not self.config.use_distributed_optimizer:
             return bucket.start, bucket.stop
         buffer = self.buffers[bucket.buffer]

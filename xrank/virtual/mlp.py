@@ -357,7 +357,12 @@ class MLP(PipelinedOperation):
         return (*each, "steps") if self.optimizer.counts_steps else each
 
     def check(self, activations: Specs, parameters: Specs) -> None:
-        """Check that the arguments fit each other and that every device has some work."""
+        """Check that the arguments fit each other and that every device has some work.
+
+        Raises:
+            LayoutError: a shape or an element type does not fit; a batch has too few rows, a layer too few columns.
+            UsageError: the number of arguments is wrong.
+        """
         specs = self._name_arguments(activations, parameters)
         inputs = specs["inputs"]
         if len(inputs.shape) != 2 or not dtypes.dtype(inputs.dtype).is_float:
