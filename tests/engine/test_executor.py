@@ -108,7 +108,7 @@ def uploading(files, rng: random.Random):
         target._files[i] = UploadedFile(uploads, pool, str(i), "", file.nbytes, part_nbytes)
 
     def written():
-        numbers = [[part.number for part in target._files[i].finish()] for i in range(len(files))]
+        numbers = [[part.number for part in target._files[i].finish_parts()] for i in range(len(files))]
         return [b"".join(uploads.parts[str(i), number] for number in each) for i, each in enumerate(numbers)]
 
     try:

@@ -343,9 +343,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
 
     def rule_for(self, name: str) -> str | None:
         """Return the key for a tensor's name; None without one."""
-        if name in self._layouts:
-            return name
-        rules = [rule for rule in self._layouts if self._expression(rule).fullmatch(name)]
+        rules = self._find_rules(name, self._layouts)
         if len(rules) > 1:
             # Keras' words (keras/src/distribution).
             what = f"Path '{name}' matches multiple layout specification keys: {rules}. Please make sure each "
@@ -407,9 +405,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
 
     def companion_rule_for(self, name: str) -> str | None:
         """Return the key of `companions` for a tensor's name; None without one."""
-        if name in self.companions:
-            return name
-        rules = [rule for rule in self.companions if self._expression(rule).fullmatch(name)]
+        rules = self._find_rules(name, self.companions)
         if len(rules) > 1:
             raise LayoutError(f"{name} matches several companions: {rules}", tensor=name, got=str(rules), want="one")
         return rules[0] if rules else None
@@ -500,6 +496,9 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
                 raise LayoutError(what, tensor=pattern, got=repr(layout), want=f"the mesh {grid!r}")
         rules = {pattern: str(value) for pattern, value in (*self._layouts.items(), *self.companions.items())}
         return LayoutFile(self.device_mesh, self.views, self.sizes, rules, self.aliases)
+
+    def _find_rules(self, name: str, rules: Mapping[str, object]) -> list[str]:
+        return [name] if name in rules else [rule for rule in rules if self._expression(rule).fullmatch(name)]
 
     def _expression(self, rule: str) -> re.Pattern[str]:
         compiled = self._expressions.get(rule)

@@ -492,7 +492,7 @@ class BucketStage(Stage):
 
     def finish_file(self, name: str, file: UploadedFile, digest: str, tensors: Sequence[bytes]) -> None:
         """Wait for the last part of a file, and record it as finished."""
-        self.finish_parts(name, file.nbytes, file.finish(), digest, tensors)
+        self.finish_parts(name, file.nbytes, file.finish_parts(), digest, tensors)
         self.kept_nbytes += file.kept_nbytes
 
     def discard(self, name: str) -> None:

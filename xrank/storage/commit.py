@@ -96,9 +96,8 @@ class Stage(ABC):
     def commit(self) -> None:
         """Make the stage the output.
 
-        Raises:
-            OutputExistsError: something took the output's name meanwhile, or another gather has taken over.
-            XrankError: a file is not whole, or does not read back as written; the same command resumes.
+        OutputExistsError if something took its name meanwhile, or another gather has taken over; XrankError if a file
+        is not whole, or does not read back as written: the same command resumes.
         """
         self._check_whole()
         try:

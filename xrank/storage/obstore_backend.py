@@ -125,10 +125,7 @@ def _name(path: str) -> str:
 
 @contextmanager
 def _faults(*, of_files: bool = False) -> Iterator[None]:
-    """Turn the exceptions of obstore, or of file systems, into faults.
-
-    Their texts contain URLs, so only known parts of them are kept.
-    """
+    """Turn exceptions of obstore, or of file systems, into faults; their texts have URLs: only known parts are kept."""
     try:
         yield
     except FaultError:

@@ -439,12 +439,6 @@ class UploadedFile(Struct):
         if is_full:
             self._send(number + 1, part)
 
-    def finish(self) -> tuple[UploadedPart, ...]:
-        """Return all parts after the store has confirmed the last of them."""
-        parts = self.finish_parts()
-        assert sum(part.nbytes for part in parts) == self.nbytes, "bytes of the file were never written"
-        return parts
-
     def finish_parts(self) -> tuple[UploadedPart, ...]:
         """Return the parts that were written here, after the store has confirmed the last of them."""
         with self._lock:
