@@ -1,4 +1,4 @@
-"""The command line: one module for each command, with its options; nothing is decided here.
+"""The command line: a module for each command, or for those of one subject, with its options; nothing is decided here.
 
 To add an option, add a click option to the command's module, its section of the help in `xrank.cli.help`, and a
 parameter of the same name to the function that it calls: ``xrank gather`` calls
