@@ -13,7 +13,7 @@ from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import check_one_owner
 from xrank.readers.base import Hints
-from xrank.readers.placement import HeldTensor, Placement, place_all, shared_mesh
+from xrank.readers.placement import HeldTensor, place_all, shared_mesh
 from xrank.readers.records import Records
 from xrank.storage import places
 from xrank.storage.places import rank_of, state_file_name
@@ -147,6 +147,16 @@ class WorkspaceReader:
                 held.setdefault(name, []).append(part.as_recorded(known.get(name, TensorRecord()), meshes))
         placement = place_all(held, hints, world_size=len(states))
         first = states[0].record
+        notes = placement.notes
+        if placement.num_pads:
+            notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
+        notes += records.notes()
+        if first is None:
+            text = "the states record no run, world size or layout; a missing last rank can't be seen"
+            notes.append(("no-record", text))
+        elif first.run_id is None:
+            text = "the states record no run id; states of two runs could not be told apart by it"
+            notes.append(("no-run-id", text))
         return StoredModel(
             format="workspace",
             path=path,
@@ -159,7 +169,7 @@ class WorkspaceReader:
             run_id=None if first is None else first.run_id,
             config=_common_config(states) if hints.needs_config else None,
             nbytes=records.nbytes,
-            notes=_notes(states, placement, records),
+            notes=tuple(notes),
             layouts=placement.layouts,
             details={"ranks": [_rank_details(state) for state in states]},
         )
@@ -206,18 +216,6 @@ def _first_difference(a: Any, b: Any, path: tuple[object, ...]) -> tuple[tuple[o
         return None
     # Types count: 1, 1.0 and True are different values in JSON. repr makes NaN equal NaN.
     return None if repr(a) == repr(b) else (path, repr_text(a), repr_text(b))
-
-
-def _notes(states: Sequence[SavedState], placement: Placement, records: Records) -> tuple[tuple[str, str], ...]:
-    notes = placement.notes
-    if placement.num_pads:
-        notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
-    notes += records.notes()
-    if states[0].record is None:
-        notes.append(("no-record", "the states record no run, world size or layout; a missing last rank can't be seen"))
-    elif states[0].record.run_id is None:
-        notes.append(("no-run-id", "the states record no run id; states of two runs could not be told apart by it"))
-    return tuple(notes)
 
 
 def _rank_details(state: SavedState) -> dict[str, Any]:
