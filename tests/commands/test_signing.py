@@ -313,7 +313,11 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
     for wrong in ({"sign": public}, {"sign": tmp_path / "missing.pem"}, {"attest": True}):
         with pytest.raises(UsageError):
             gather_checkpoint(tmp_path / "run", tmp_path / "model", recipe="none", **wrong)  # type: ignore[arg-type]
-    for options in ({"signature": tmp_path / "x.sig"}, {"public_key": public, "against": tmp_path / "run"}):
+    for options in (
+        {"signature": tmp_path / "x.sig"},
+        {"public_key": public, "against": tmp_path / "run"},
+        {"public_key": public, "world_size": 2},
+    ):
         with pytest.raises(UsageError, match="signature"):
             verify_model(tmp_path / "run", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "model").exists()

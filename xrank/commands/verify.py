@@ -103,7 +103,8 @@ def verify_model(
                 next_step="give both, or neither",
             )
     if signature is not None or public_key is not None:
-        others = {"against": against, "layouts": layouts, "base_model": base_model, "part": part}
+        others: dict[str, Any] = {"against": against, "layouts": layouts, "base_model": base_model}
+        others |= {"part": part, "world_size": world_size}
         surplus = next((name for name, value in others.items() if value is not None), None)
         if public_key is None or surplus is not None:
             raise UsageError(

@@ -274,8 +274,8 @@ def grad_norm(models: Models, *, norm_type: float = 2.0) -> torch.Tensor:
 
     Example:
         >>> from xrank.gradients import finalize_model_grads, grad_norm
-        >>> ddp.zero_grad_buffer()
-        >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp.zero_grad_buffer()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp(torch.ones(1, 2)).sum().backward()
         >>> finalize_model_grads(ddp)
         []
         >>> round(float(grad_norm(ddp)), 4)
@@ -330,8 +330,8 @@ def clip_grad_norm(
 
     Example:
         >>> from xrank.gradients import clip_grad_norm, finalize_model_grads, grad_norm
-        >>> ddp.zero_grad_buffer()
-        >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp.zero_grad_buffer()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp(torch.ones(1, 2)).sum().backward()
         >>> finalize_model_grads(ddp)
         []
         >>> norm = clip_grad_norm(ddp, max_norm=1.0)
@@ -606,7 +606,8 @@ def export_gradients(
 
     Example:
         >>> from xrank.gradients import export_gradients, finalize_model_grads
-        >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp.zero_grad_buffer()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp(torch.ones(1, 2)).sum().backward()
         >>> finalize_model_grads(ddp)
         []
         >>> gradients, layouts = export_gradients(ddp)

@@ -24,7 +24,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -37,8 +37,12 @@ from xrank.workspace.base import Workspace
 # ruff: noqa: D102, S311 (a test's name describes the test; random numbers are seeded)
 
 
-MakeWorkspace: TypeAlias = Callable[..., Workspace]
-"""Makes the workspace of a rank, a world size and a run's id; all share one place, as those of a run's processes do."""
+class MakeWorkspace(Protocol):
+    """Makes the workspace of a rank; all of them share one place, as those of a run's processes do."""
+
+    def __call__(self, rank: int = 0, world_size: int = 1, run_id: str | None = "run") -> Workspace:
+        """Return that rank's workspace."""
+        ...
 
 
 def has_same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -261,8 +265,12 @@ def _read(workspace: Workspace, rank: int) -> tuple[dict[str, Any], dict[str, to
     return config, weights
 
 
-MakeMessageWorkspace: TypeAlias = Callable[..., MessageWorkspace]
-"""Makes the workspace of a rank and a world size, as `MakeWorkspace`."""
+class MakeMessageWorkspace(Protocol):
+    """Makes the workspace of a rank; all of them share one place, as those of a run's processes do."""
+
+    def __call__(self, rank: int = 0, world_size: int = 2) -> MessageWorkspace:
+        """Return that rank's workspace."""
+        ...
 
 
 def fill_tensor(value: int, nbytes: int) -> torch.Tensor:
