@@ -308,7 +308,7 @@ def _cards(folder: Path) -> list[Target]:
         with ExitStack() as loan:
             engines, _ = RelayedEngines(place, loan, "own").find()
             for engine in engines:
-                engine._read_model()
+                engine.read_model()
 
     def whole(rng: random.Random) -> bytes:
         """Change the trainer's card, or a rank's description in it, which is a text."""

@@ -65,9 +65,9 @@ def test_buffers_lie_as_megatrons(told, bucket_size, num_ranks, is_sharded, is_w
 
     # Without shards, a tied table shares its bucket: Megatron's condition, and the planner's.
     alone = tuple(tied and is_sharded for tied in is_tied)
-    ours = lay_out(numels, alone, bucket_size, num_ranks if is_sharded else 0, is_wide)
-    assert ours.offsets == tuple(theirs.param_index_map[parameter][0] for parameter in made)
-    assert [(bucket.start, bucket.stop) for bucket in ours.buckets] == [tuple(at) for at in theirs.bucket_indices]
-    assert ours.numel == theirs.numel
-    for bucket, other in zip(ours.buckets, theirs.buckets, strict=True):
+    offsets, buckets = lay_out(numels, alone, bucket_size, num_ranks if is_sharded else 0, is_wide)
+    assert offsets == tuple(theirs.param_index_map[parameter][0] for parameter in made)
+    assert [(bucket.start, bucket.stop) for bucket in buckets] == [tuple(at) for at in theirs.bucket_indices]
+    assert buckets[-1].stop == theirs.numel
+    for bucket, other in zip(buckets, theirs.buckets, strict=True):
         assert [str(index) for index in bucket.members] == [names[parameter] for parameter in other.params_list]
