@@ -134,11 +134,12 @@ class Heartbeat:
         period_seconds: float = PERIOD_SECONDS,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._store, self._mine, self._others, self._report = store, mine, dict(others), report
-        self._period_seconds, self._clock, self._stopped = period_seconds, clock, threading.Event()
+        self._stopped = threading.Event()
         with suppress(XrankError):  # if the store is gone, its next user in the main thread raises
             store.put(mine, "0")
-        self._thread = threading.Thread(target=self._beat, name="xrank heartbeat", daemon=True)
+        # The thread alone holds the store, whose connection then ends with it, whoever still holds this object.
+        arguments = (self._stopped, store, mine, dict(others), report, period_seconds, clock)
+        self._thread = threading.Thread(target=_beat, args=arguments, name="xrank heartbeat", daemon=True)
         _running.add(self)
         self._thread.start()
 
@@ -147,20 +148,6 @@ class Heartbeat:
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)  # it may be in a store that does not answer
-
-    def _beat(self) -> None:
-        store, others, stillness, count = self._store, self._others, _Stillness(), 0
-        with suppress(XrankError):
-            while True:
-                count += 1
-                store.put(self._mine, str(count))
-                beats = ((rank, number) for rank, name in others.items() if (number := store.peek(name)) is not None)
-                beat = next(beats, None)  # of the first of the others that has come
-                if stillness.is_over(beat, self._clock(), self._period_seconds) and beat is not None:
-                    self._report(store, beat[0])
-                    del others[beat[0]]  # from now on this rank watches the next one in the list
-                if self._stopped.wait(self._period_seconds):
-                    return
 
 
 class _Stillness:
@@ -178,6 +165,29 @@ class _Stillness:
         # Both count: if the store itself is stalled, seconds pass, but this rank makes no reads either.
         self.num_missed += 1
         return self.num_missed >= MAX_MISSED and now - self.since >= MAX_MISSED * period_seconds
+
+
+def _beat(
+    stopped: threading.Event,
+    store: Store,
+    mine: str,
+    others: dict[int, str],
+    report: Callable[[Store, int], None],
+    period_seconds: float,
+    clock: Callable[[], float],
+) -> None:
+    stillness, count = _Stillness(), 0
+    with suppress(XrankError):
+        while True:
+            count += 1
+            store.put(mine, str(count))
+            beats = ((rank, number) for rank, name in others.items() if (number := store.peek(name)) is not None)
+            beat = next(beats, None)  # of the first of the others that has come
+            if stillness.is_over(beat, clock(), period_seconds) and beat is not None:
+                report(store, beat[0])
+                del others[beat[0]]  # from now on this rank watches the next one in the list
+            if stopped.wait(period_seconds):
+                return
 
 
 _running: WeakSet[Heartbeat] = WeakSet()
