@@ -1,5 +1,6 @@
 """Windows against the bytes of the file they are cut from."""
 
+import math
 import random
 import threading
 
@@ -93,7 +94,7 @@ def test_cut_yields_what_lies_in_a_range(small_windows):
         add_random(made, rng.randint, "a", shape, num_cuts=4, replicas=False)
         plan = make_plan(made.in_memory(), lay_out(outputs_of(made)))
         copies = next(iter(plan.tensors)).copies
-        prepared = PreparedCopies(copies)
+        prepared = PreparedCopies(copies, math.prod(shape))
         low = rng.randint(0, copies.nests.y_ends.max())
         high = rng.randint(low, copies.nests.y_ends.max())
         for _ in range(2):  # the second time from what was prepared

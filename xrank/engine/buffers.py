@@ -99,7 +99,8 @@ class FileSource:
         """Fill `into` with the record's bytes from `start` on."""
         file = self._record_files[record]
         path, offset = self._files[file].path, self._record_offsets[record] + start
-        with self._descriptor(file) as fd:
+        fd = self._take(file)
+        try:
             while into:
                 try:
                     n = system.read_at(fd, into, offset)
@@ -119,6 +120,8 @@ class FileSource:
                         next_step=f"nothing may write to the source during a gather; {AGAIN}",
                     )
                 into, offset = into[n:], offset + n
+        finally:
+            self._leave(file)
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
         """Read into the staging buffer and return the part that was filled."""
@@ -130,11 +133,13 @@ class FileSource:
     def place(self, record: int) -> Iterator[tuple[int, int, int]]:
         """Yield the index of a record's file, the file's descriptor, and the record's first byte in it."""
         file = self._record_files[record]
-        with self._descriptor(file) as fd:
-            yield file, fd, self._record_offsets[record]
+        try:
+            yield file, self._take(file), self._record_offsets[record]
+        finally:
+            self._leave(file)
 
-    @contextmanager
-    def _descriptor(self, file: int) -> Iterator[int]:
+    def _take(self, file: int) -> int:
+        """Return the descriptor of a file, which stays open until `_leave`."""
         with self._lock:
             fd = self._open.get(file)
             if fd is None:
@@ -147,11 +152,11 @@ class FileSource:
             else:
                 self._open.move_to_end(file)
             self._users[file] = self._users.get(file, 0) + 1
-        try:
-            yield fd
-        finally:
-            with self._lock:
-                self._users[file] -= 1
+            return fd
+
+    def _leave(self, file: int) -> None:
+        with self._lock:
+            self._users[file] -= 1
 
     def check_unchanged(self) -> None:
         """Compare size, inode and time of every file with those at the reading of its metadata."""
@@ -264,7 +269,7 @@ with contextlib.suppress(ImportError):  # Windows has no such module, and no req
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _BLOCK_NBYTES = 4096
-_SMALLEST_NBYTES = 64 << 10
+SMALLEST_SHARED_NBYTES = 64 << 10
 """Smallest shared piece; a shorter one is written faster than shared."""
 _NEVER = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EACCES}
 _NOT_HERE = {errno.EINVAL, errno.ETXTBSY, errno.EISDIR}
@@ -300,7 +305,7 @@ class SharedExtents:
         for run in runs if self._is_possible else ():
             low = -(-(first + run.start) // _BLOCK_NBYTES) * _BLOCK_NBYTES - first
             high = (first + run.start + run.nbytes) // _BLOCK_NBYTES * _BLOCK_NBYTES - first
-            if high - low < _SMALLEST_NBYTES or not self._clone(file, first, run, low, high):
+            if high - low < SMALLEST_SHARED_NBYTES or not self._clone(file, first, run, low, high):
                 continue
             if low > done:
                 yield done, low

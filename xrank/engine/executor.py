@@ -16,7 +16,15 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine.buffers import PlacingTarget, SharedExtents, SharedRun, Source, Target, take_memory
+from xrank.engine.buffers import (
+    SMALLEST_SHARED_NBYTES,
+    PlacingTarget,
+    SharedExtents,
+    SharedRun,
+    Source,
+    Target,
+    take_memory,
+)
 from xrank.engine.casts import (
     CastOverflowError,
     Factors,
@@ -297,7 +305,8 @@ class Worker:
                 if nest.y * width not in there:
                     self._shared.source.read_into(record, nest.x * width, into)
                 self._shared.checksums.add(record, nest.x * width, into)
-                runs.append(SharedRun(nest.y * width, len(into), record, nest.x * width))
+                if len(into) >= SMALLEST_SHARED_NBYTES:
+                    runs.append(SharedRun(nest.y * width, len(into), record, nest.x * width))
                 continue
             for tile, data in self._tiles(record, nest, width):
                 if not cast:

@@ -20,6 +20,7 @@ from msgspec import Struct
 from xrank import dtypes
 from xrank.engine.buffers import Source
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest, restrict, size, swap
 from xrank.layout.output_files import OutputFile, PlacedBytes
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable
@@ -86,8 +87,8 @@ class RecordChecksums:
     def __init__(
         self, records: RecordTable, mismatch: Callable[[int, int], None], *, left_open: BoolArray | None = None
     ) -> None:
-        self._nbytes = records.nbytes
-        self._expected = records.crc32
+        self._nbytes = records.nbytes.data  # whose numbers come faster than an array's
+        self._expected = records.crc32.data
         self._mismatch = mismatch
         self._left_open = left_open
         self._parts: dict[int, JoinedCrc32] = {}
@@ -118,18 +119,20 @@ class RecordChecksums:
             # Another thread may have finished the record since.
             if record in self._checked:
                 return
-            part = self._parts.get(record)
-            if part is None:
-                part = self._parts[record] = JoinedCrc32(int(self._nbytes[record]))
-            part.add(start, end, crc)  # an overlapping part is left out, and `missing` returns its bytes
-            value = part.value
-            if value is None or (self._left_open is not None and self._left_open[record]):
-                return
-            del self._parts[record]
+            is_open = self._left_open is not None and self._left_open[record]
+            if is_open or end - start < self._nbytes[record]:
+                part = self._parts.get(record)
+                if part is None:
+                    part = self._parts[record] = JoinedCrc32(int(self._nbytes[record]))
+                part.add(start, end, crc)  # an overlapping part is left out, and `missing` returns its bytes
+                if part.value is None or is_open:
+                    return
+                crc = part.value
+            self._parts.pop(record, None)
             self._checked.add(record)
             # Counted before the comparison: a mismatch raises, and no other thread compares the record again.
-            if value != self._expected[record]:
-                self._mismatch(record, value)
+            if crc != self._expected[record]:
+                self._mismatch(record, crc)
 
     def missing(self, records: Iterable[int]) -> list[tuple[int, int, int]]:
         """Return (record, start, end) of all bytes of these records that were not added yet; open records excluded."""
@@ -351,12 +354,11 @@ class Read(NamedTuple):
 class PreparedCopies:
     """Copies of one tensor, ready to be cut to windows; nests are swapped to target addresses on first use."""
 
-    def __init__(self, copies: Copies) -> None:
-        self.copies = copies
-        self._starts = copies.nests.y
-        self._ends = copies.nests.y_ends
+    def __init__(self, copies: Copies, num_elements: int) -> None:
+        self.copies, self._num_elements = copies, num_elements
         self._nests: list[Nest | None] = [None] * len(copies)
         self._records: list[int] = copies.record.tolist()
+        self._ends: IntArray | None = None
 
     def nest(self, row: int) -> Nest:
         """Return a copy's nest; x = target, y = source."""
@@ -368,7 +370,13 @@ class PreparedCopies:
 
     def cut(self, low: int, high: int) -> Iterator[tuple[int, int, Nest]]:
         """Yield (row, record, nest) of all copies of elements [low, high); x = source, y = target - low."""
-        for row in np.flatnonzero((self._starts < high) & (self._ends > low)).tolist():
+        if low == 0 and high == self._num_elements and self.copies.nests.loops.shape[1] < 2:
+            # Small tensors are in one window: whole runs, which need no cut.
+            yield from zip(range(len(self.copies)), self._records, self.copies.nests.to_nests(), strict=True)
+            return
+        if self._ends is None:
+            self._ends = self.copies.nests.y_ends
+        for row in np.flatnonzero((self.copies.nests.y < high) & (self._ends > low)).tolist():
             for part in restrict(self.nest(row), low, high):
                 loops = tuple((n, ys, xs) for n, xs, ys in part.loops)
                 yield row, self._records[row], Nest(part.y, part.x - low, loops)
@@ -379,8 +387,7 @@ class PreparedTensor:
 
     def __init__(self, plan: TensorPlan) -> None:
         self.plan = plan
-        self.copies = PreparedCopies(plan.copies)
-        self.replicas = PreparedCopies(plan.replicas)
+        self.copies, self.replicas = (PreparedCopies(c, plan.output.num_elements) for c in (plan.copies, plan.replicas))
         self.is_read_early = plan.update is None and not plan.output.is_padded
         """Whether bytes that go to their place unchanged may be read before it is cleared."""
 

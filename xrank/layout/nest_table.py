@@ -41,6 +41,11 @@ class NestTable(Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.x)
 
+    def to_nests(self) -> list[Nest]:
+        """Return all nests, in order."""
+        rows = zip(self.x.tolist(), self.y.tolist(), self.loops.tolist(), strict=True)
+        return [Nest(x, y, tuple((n, xs, ys) for n, xs, ys in loops if n != 1)) for x, y, loops in rows]
+
     def __getitem__(self, row: int) -> Nest:
         loops = tuple((n, xs, ys) for n, xs, ys in self.loops[row].tolist() if n != 1)
         return Nest(int(self.x[row]), int(self.y[row]), loops)
