@@ -211,14 +211,14 @@ _MAX_MAGIC_NBYTES = 64
 class _ForeignKind(Struct, frozen=True):
     noun: str
     next_step: str
-    name: re.Pattern[str] | None = None
-    """Names of such files or folders."""
+    name: str | re.Pattern[str] | None = None
+    """Names of such files or folders, as a regular expression: few commands need one, so none is compiled ahead."""
     magic: bytes = b""
     """First bytes of such files."""
 
 
 _KINDS = (
-    _ForeignKind("a GGUF file of llama.cpp", _CONVERTED, re.compile(r".*\.gguf"), b"GGUF"),
+    _ForeignKind("a GGUF file of llama.cpp", _CONVERTED, r".*\.gguf", b"GGUF"),
     _ForeignKind("a file of tensorizer", _CONVERTED, magic=b"|TZR|"),
     _ForeignKind(
         "a rank's part of a model that an inference engine saved",
@@ -226,24 +226,24 @@ _KINDS = (
         ENGINE_PART,
     ),
     _ForeignKind("a pointer of git-lfs in the place of a file", "fetch the files (git lfs pull)", magic=LFS_MAGIC),
-    _ForeignKind("a graph of ONNX", _CONVERTED, re.compile(r".*\.onnx(_data|\.data)?")),
+    _ForeignKind("a graph of ONNX", _CONVERTED, r".*\.onnx(_data|\.data)?"),
     _ForeignKind(
         "a msgpack file of Flax",
         "give the model's safetensors files; transformers 4 makes them (from_pretrained with from_flax=True, then "
         "save_pretrained)",
-        re.compile(r".*\.msgpack(\.index\.json)?"),
+        r".*\.msgpack(\.index\.json)?",
     ),
     _ForeignKind(
         "a file of TensorFlow or Keras",
         "give the model's safetensors files; transformers 4 makes them of its own models (from_pretrained with "
         "from_tf=True, then save_pretrained)",
-        re.compile(r"saved_model\.pb(txt)?|.*\.h5|.*\.data-\d{5}-of-\d{5}|.*\.keras"),
+        r"saved_model\.pb(txt)?|.*\.h5|.*\.data-\d{5}-of-\d{5}|.*\.keras",
         b"\x89HDF\r\n\x1a\n",
     ),
     _ForeignKind(
         "a part of a checkpoint of Orbax that is not finished, or has no tree of arrays",
         "give another step's folder, or the folder of an item with _METADATA in it",
-        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA|.*\.orbax-checkpoint-tmp.*"),
+        r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA|.*\.orbax-checkpoint-tmp.*",
     ),
 )
 
@@ -272,7 +272,7 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
         )
     entries = [path, *(os.path.join(at, name) for at in (path, *folders_below) for name in sorted(_list(at)))]
     names = [(place, os.path.basename(place)) for place in entries]
-    found = [(place, kind) for place, name in names for kind in _KINDS if kind.name and kind.name.fullmatch(name)]
+    found = [(place, kind) for place, name in names for kind in _KINDS if kind.name and re.fullmatch(kind.name, name)]
     if not found:
         # A folder may hold a million files of data, so that only the first ones are opened.
         for file in [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]:

@@ -12,6 +12,7 @@ from operator import add, mul, sub
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
+from msgspec.json import decode as json_decode
 from msgspec.structs import replace
 
 from xrank.errors import LayoutError, UsageError
@@ -236,7 +237,7 @@ def read_shipped() -> dict[str, str]:
 @lru_cache(maxsize=8)
 def read_shipped_table(name: str) -> Any:
     """Return the content of a JSON file beside this module, which is generated from an installed transformers."""
-    return json.loads(_read_text(os.path.join(_FOLDER, name)))
+    return json_decode(_read_text(os.path.join(_FOLDER, name)))
 
 
 def _read_text(file: str, encoding: str = "utf-8") -> str:
