@@ -122,11 +122,12 @@ def _write_lists(
             "padding_dropped": planned.padding_dropped,
         }
     source, plan = planned.source, planned.plan
+    sources = [os.path.basename(file.path) for file in plan.source.files]
     text = manifest_text(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
         files,
         {
-            tensor.output.name: _manifest_tensor(plan, tensor, digests[index])
+            tensor.output.name: _manifest_tensor(plan, sources, tensor, digests[index])
             for index, file in enumerate(plan.files if facts else ())
             for tensor in file.tensors
         },
@@ -178,14 +179,16 @@ def _small_file(line: JournalLine) -> ManifestFile:
     return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
 
 
-def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:
-    records, files = plan.source.records, plan.source.files
-    seen: dict[int, TensorSource] = {}
+def _manifest_tensor(plan: Plan, names: Sequence[str], tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:
+    """Return a tensor's line of the manifest; `names` are those of the source's files."""
+    table, seen = plan.source.records, dict[int, TensorSource]()
+    # Numbers come faster from memoryviews than from arrays, and there may be a million of them.
+    files, offsets, sizes = table.file.data, table.offset.data, table.nbytes.data
     made_of = [tensor, *((tensor.update.a, tensor.update.b) if tensor.update is not None else ())]
     for part in made_of:
         for rank, record in zip(part.copies.rank.tolist(), part.copies.record.tolist(), strict=True):
-            name = os.path.basename(files[int(records.file[record])].path)
-            seen.setdefault(record, TensorSource(name, rank, int(records.offset[record]), int(records.nbytes[record])))
+            if record not in seen:
+                seen[record] = TensorSource(names[files[record]], rank, offsets[record], sizes[record])
     output = tensor.output
     return ManifestTensor(
         output.dtype,

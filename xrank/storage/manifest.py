@@ -10,6 +10,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -35,6 +36,7 @@ _ElementType = Annotated[str, Meta(pattern=r"\A(?a:BOOL|BF16|C64|F4|F8_E\dM\d\w*
 """Names of element types, as safetensors writes them."""
 
 
+@lru_cache(maxsize=1024)  # each of a tensor's parts names its file
 def _check_file_name(name: str) -> None:
     # verify opens the files that a manifest names: no name may lead outside the folder.
     if "\0" in name or "\\" in name or any(piece in {"", ".", ".."} for piece in name.split("/")):
