@@ -105,25 +105,28 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     entries.sort(key=lambda entry: entry.header)
     # The local headers, each with the descriptor before it.
     widest, headers = max(_DESCRIPTORS), [(entry.header, _LOCAL.size + len(entry.raw_name)) for entry in entries]
-    spans = ((max(0, at - widest), min(at, widest) + length) for at, length in (*headers, (offset, 0)))
+    headers.append((offset, 0))
+    spans = ((max(0, at - widest), min(at, widest) + length) for at, length in headers)
     item.file.prefetch((item.start + first, length) for first, length in spans)
     members: list[ZipMember] = []
-    free = 0
+    free, raw = 0, b"" if headers[0][0] else item.read(*headers[0])
     for k, entry in enumerate(entries):
         if entry.header != free:
             problem = f"zip member {quote(entry.name)} does not start where the one before it ends"
             raise origin.corrupt(problem, f"byte {entry.header}", f"byte {free}")
-        payload = _payload(item, entry)
-        free = payload + entry.nbytes
+        payload = _payload(item, entry, raw)
+        free, (next_header, next_nbytes) = payload + entry.nbytes, headers[k + 1]
+        descriptor = _DESCRIPTORS.get(next_header - free) if entry.flags & _HAS_DESCRIPTOR else None
+        between = 0 if descriptor is None else descriptor.size
+        # One read for what lies between two payloads; others would be refused for their place.
+        raw = item.read(free, between + next_nbytes) if next_header == free + between else b""
         if entry.flags & _HAS_DESCRIPTOR:
-            next_header = entries[k + 1].header if k + 1 < len(entries) else offset
             # Compare the whole: a payload that damage moved by a few bytes must not pass as another kind of descriptor.
-            descriptor = _DESCRIPTORS.get(next_header - free)
             want = (b"PK\7\x08", entry.crc32, entry.nbytes, entry.nbytes)
-            if descriptor is None or descriptor.unpack(item.read(free, descriptor.size)) != want:
+            if descriptor is None or descriptor.unpack_from(raw) != want:
                 problem = f"zip member {quote(entry.name)} is not followed by its size and checksum"
                 raise origin.corrupt(problem, f"{entry.nbytes} bytes at byte {payload}")
-            free = next_header
+            free, raw = next_header, raw[between:]
         members.append(ZipMember(entry.name, payload, entry.nbytes, entry.crc32))
     if free != offset:
         raise origin.corrupt("bytes between the members and the zip directory", got=f"byte {free}", want=f"{offset}")
@@ -222,9 +225,8 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
     return _Entry(name, raw_name, flags, crc32, nbytes, header), end
 
 
-def _payload(item: ItemBytes, entry: _Entry) -> int:
+def _payload(item: ItemBytes, entry: _Entry, raw: bytes) -> int:
     """Return the payload's first byte from the local header, whose padding differs from the directory's extra field."""
-    raw = item.read(entry.header, _LOCAL.size + len(entry.raw_name))
     name_nbytes: int
     extra_nbytes: int
     signature, _, flags, method, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack_from(raw)
