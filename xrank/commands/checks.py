@@ -15,7 +15,7 @@ from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import ProofFacts, SourceFacts
-from xrank.engine.rounds import Work
+from xrank.engine.rounds import Outputs, Work, make_in_rounds
 from xrank.engine.sources import open_source
 from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
@@ -61,8 +61,6 @@ def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None]
             if team.size == 1:
                 outcome = read_through(check.plan, budget, progress)
             else:
-                from xrank.engine.rounds import Outputs, make_in_rounds  # one process does not need this module
-
                 show = progress or (lambda done, total: None)
                 with closing(open_source(check.plan.source)) as source:
                     outcome = make_in_rounds(

@@ -24,7 +24,7 @@ from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import COPY
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import FileFacts
-from xrank.engine.rounds import Outputs, Work
+from xrank.engine.rounds import Outputs, Work, make_files
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FinishedFile, digest_text, make_finished_file
 from xrank.errors import AGAIN, CorruptError, XrankError
@@ -260,7 +260,7 @@ def write_files(
     if team.size == 1:
         writing = _Writing(plan, stage)
         try:
-            outcome = _make_alone(team, work, unfinished, writing, what="the files", progress=count)
+            outcome = make_files(team, work, unfinished, writing, what="the files", progress=count)
             # After the last read: a source that changed in between has given old bytes and new ones.
             work.source.check_unchanged()
         finally:
@@ -281,36 +281,6 @@ def write_files(
         for record in replicas.record.tolist()
     }
     return WrittenFiles(digests, resumed_nbytes, outcome, len(compared))
-
-
-def _make_alone(
-    team: Team,
-    work: Work,
-    files: Sequence[int],
-    outputs: Outputs,
-    *,
-    what: str,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Outcome:
-    """Make files of a plan in this process alone, as `xrank.engine.shared_writing.make_together` does with others."""
-    copied, last = work.split_files(files)
-    outcome = execute(
-        work.plan,
-        work.source,
-        outputs.target,
-        budget=work.budget,
-        files=copied,
-        file_hashes=work.file_hashes,
-        replicas=work.replicas,
-        begin=outputs.begin,
-        finish=outputs.finish,
-        progress=progress,
-    )
-    if last:
-        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
-
-        outcome.files |= make_transformed(team, work, last, outputs, what=what).files
-    return outcome
 
 
 class _Writing(Outputs):
@@ -378,7 +348,7 @@ def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], t
         now = read_together(team, work, sorted(resumed))
     else:
         # Not hashed: `write_files` may make them again.
-        now = _make_alone(team, replace(work, file_hashes=None), sorted(resumed), Outputs(), what="what was kept").files
+        now = make_files(team, replace(work, file_hashes=None), sorted(resumed), Outputs(), what="what was kept").files
     for index, kept in list(resumed.items()):
         if digests_of(work.plan.files[index].output, now[index]) != kept:
             stage.discard(kept.name)

@@ -352,6 +352,42 @@ class Outputs:
         """Finish a file, all parts of which are made, and write this ending."""
 
 
+def make_files(
+    team: Team,
+    work: Work,
+    files: Sequence[int],
+    outputs: Outputs,
+    *,
+    what: str,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Make files of a plan, the transformed ones last, by a process alone or by all ranks as `make_in_rounds`.
+
+    A process alone closes `outputs` itself, and checks itself that the source has not changed.
+    """
+    copied, last = work.split_files(files)
+    if team.size > 1:
+        outcome = make_in_rounds(team, work, copied, outputs, what=what, progress=progress)
+    else:
+        outcome = execute(
+            work.plan,
+            work.source,
+            outputs.target,
+            budget=work.budget,
+            files=copied,
+            file_hashes=work.file_hashes,
+            replicas=work.replicas,
+            begin=outputs.begin,
+            finish=outputs.finish,
+            progress=progress,
+        )
+    if last:
+        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
+
+        outcome.files |= make_transformed(team, work, last, outputs, what=what).files
+    return outcome
+
+
 def make_in_rounds(
     team: Team,
     work: Work,

@@ -22,7 +22,7 @@ from xrank.engine import windows
 from xrank.engine.buffers import FileTarget
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan
-from xrank.engine.rounds import Outputs, Work, make_in_rounds
+from xrank.engine.rounds import Outputs, Work, make_files
 from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text
 from xrank.errors import AGAIN, UsageError, XrankError, option
 from xrank.layout.output_files import PlacedBytes
@@ -49,7 +49,7 @@ _ELSEWHERE_SECONDS = 5.0
 def read_together(team: Team, work: Work, files: Sequence[int] | None = None) -> dict[int, FinishedFile]:
     """Return, on rank 0, which gives the files, those that a run of all ranks would write now; write nothing."""
     files = json.loads(team.broadcast("files to read", None if files is None else json.dumps([*files])))
-    return make_together(team, work, files, Outputs(), what="what was kept").files
+    return make_files(team, work, files, Outputs(), what="what was kept").files
 
 
 def write_together(
@@ -75,7 +75,7 @@ def write_together(
         ids = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
         team.broadcast("uploads", json.dumps(ids))
         outputs = _SharedUploads(team, work.plan, BucketPlace.from_url(stage.path), uploads, stage)
-    return make_together(team, work, unfinished, outputs, what="the files", progress=progress)
+    return make_files(team, work, unfinished, outputs, what="the files", progress=progress)
 
 
 def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
@@ -89,7 +89,7 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
         told = json.loads(team.broadcast("uploads"))
         uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
         shares = _SharedUploads(team, work.plan, BucketPlace.from_url(out), uploads)
-        make_together(team, work, [*uploads], shares, what="the files")
+        make_files(team, work, [*uploads], shares, what="the files")
         return
     told = json.loads(team.broadcast("stage"))
     path = os.path.join(OutputPlace.from_path(out).parent, told["name"])
@@ -102,26 +102,7 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
             return journal if journal is not None and journal.plan == plan_digest else None
 
         _await_sight(look, team.make_failure_check(), path, team.rank, seconds)
-    make_together(team, work, told["files"], _Parts(team, work.plan, path), what="the files")
-
-
-def make_together(
-    team: Team,
-    work: Work,
-    files: Sequence[int],
-    outputs: Outputs,
-    *,
-    what: str,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Outcome:
-    """Make files together, as `make_in_rounds`; make the transformed ones last."""
-    copied, last = work.split_files(files)
-    outcome = make_in_rounds(team, work, copied, outputs, what=what, progress=progress)
-    if last:
-        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
-
-        outcome.files |= make_transformed(team, work, last, outputs, what=what).files
-    return outcome
+    make_files(team, work, told["files"], _Parts(team, work.plan, path), what="the files")
 
 
 class _Parts(Outputs):
