@@ -496,7 +496,10 @@ _EXTRAS = {
 
 
 def require(module: str, what: str) -> None:
-    """Check, without an import, that a module of an extra is installed, which a call needs, or raise UsageError."""
+    """Raise UsageError, which names the extra, unless a module is installed; it is not imported.
+
+    `what` is the call that needs it, for the error.
+    """
     try:
         is_there = module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
@@ -508,7 +511,10 @@ def require(module: str, what: str) -> None:
 
 
 def require_linux(what: str) -> None:
-    """Check that this is Linux, whose memory files and process descriptors a call needs, or raise UsageError."""
+    """Raise UsageError unless this is Linux, whose memory files and process descriptors ranks need.
+
+    `what` is the call that needs them, for the error.
+    """
     missing = [name for name in ("memfd_create", "pidfd_open", "eventfd") if not hasattr(os, name)]
     if missing:
         raise UsageError(

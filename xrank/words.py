@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 _MAX_RUNS = 8
 _MAX_COMPACT_RUNS = 4
@@ -68,10 +68,13 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def _runs(rising: Iterable[int]) -> list[tuple[int, int]]:
-    # Within a run, numbers and their places rise alike.
-    groups = groupby(enumerate(rising), lambda pair: pair[1] - pair[0])
-    runs = ([number for _, number in group] for _, group in groups)
-    return [(run[0], run[-1]) for run in runs]
+    runs: list[tuple[int, int]] = []
+    for number in rising:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs
 
 
 def runs_text(runs: Sequence[tuple[int, int]], *, compact: bool = False) -> str:

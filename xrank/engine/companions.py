@@ -55,7 +55,9 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
 
     Folders inside are included, as for chat templates and code, unless they contain weights: such a folder is another
     model, or a checkpoint. Links to files are followed, links to folders are not; FIFOs, sockets and devices are left
-    out. A link to nothing is an IncompleteError.
+    out.
+
+    UsageError if the path is not a folder, or may not be read; IncompleteError if a companion is a link to nothing.
     """
     if not places.is_folder(folder):
         next_step = f"give a model folder as {option('base_model')}"
@@ -69,7 +71,10 @@ def list_source_companions(folder: str) -> tuple[CompanionFile, ...]:
 
 
 def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], tuple[str, ...]]:
-    """List the well-known companions in some folders, each from the first that has it, and notes on differing ones."""
+    """List the well-known companions in some folders, each from the first that has it, and notes on differing ones.
+
+    IncompleteError if one is a link to nothing.
+    """
     found: dict[str, CompanionFile] = {}
     others = []
     for folder in folders:
@@ -114,7 +119,10 @@ def _check_blob(path: str) -> None:
 
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
-    """Return the folder of a model in the local Hugging Face cache, or raise UsageError. Nothing is downloaded."""
+    """Return the folder of a model in the local Hugging Face cache. Nothing is downloaded.
+
+    UsageError if this is no identifier, or the cache lacks the model; UnsafeError if it names a folder outside itself.
+    """
     # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
         raise UsageError(

@@ -402,12 +402,13 @@ def execute(
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
             records are checked as far as they are read here; the caller joins the reads of other executions.
         checksums: state of the records that other executions have read; None: they have read none.
-        file_hashes: gets each window of the files, which must be whole.
+        file_hashes: gets each window of the files, which must be whole; None: they are not hashed.
         replicas: "verify" raises if pieces that must be equal differ, "pick" counts the differences.
         begin: called before a file's first byte is written, by one thread at a time.
         finish: called after a file's last byte was written and its sources were checked, by any thread.
         finish_share: called after a share's last byte was written, by any thread.
-        cancelled: called before each window, by one thread at a time; True ends the call by CancelledError.
+        cancelled: called before each window, by one thread at a time. If it returns True, the call raises
+            CancelledError; it may also raise.
         progress: called with the bytes of all windows that are finished, by one thread at a time.
 
     Raises:

@@ -222,7 +222,7 @@ def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None
 def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
     """Return the pieces that make a tensor, proven to cover it exactly once, and the pieces that repeat them.
 
-    Of pieces with the same destination the lowest rank's is copied. Errors as `make_plan`.
+    If several ranks hold a piece for the same place, the lowest rank's is copied. Errors as `make_plan`.
     """
     num_elements = math.prod(shard.shape)
     first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), num_elements)

@@ -29,7 +29,10 @@ DIGEST_STAGING_NBYTES = _CHUNK_NBYTES = 1 << 20
 
 
 def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
-    """Return a plan of equal twins for one rank, which reads its own; `holder` has by record the rank that holds it."""
+    """Return the plan for one rank of a source with equal twins: it reads its own twin of a piece if it has one.
+
+    `holder` has by record the rank that holds it.
+    """
 
     def choose(number: int, tensor: TensorPlan, twin: IntArray) -> dict[int, int]:
         own = np.flatnonzero((twin >= 0) & (holder[tensor.replicas.record] == rank))
@@ -41,7 +44,10 @@ def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
 
 
 def spread_copies(plan: Plan, number: int) -> Plan:
-    """Return a plan without replicas for one reader of several: the ranks that hold the same serve equal shares."""
+    """Return the plan for one reader of several: readers of neighboring numbers read different twins of a piece.
+
+    One reader's pieces are spread, too: ranks that hold the same serve equal shares. The result has no replicas.
+    """
 
     def choose(tensor_number: int, tensor: TensorPlan, twin: IntArray) -> dict[int, int]:
         rows_of: dict[int, list[int]] = {}
@@ -115,7 +121,10 @@ def list_digested(plan: Plan) -> Iterator[tuple[TensorPlan, Copies, int]]:
 def digest_twins(
     plan: Plan, holder: IntArray, rank: int, source: Source, cancelled: Callable[[], bool] = lambda: False
 ) -> bytes:
-    """Return the concatenated digests of all pieces with twins that a rank holds, each by rising destination."""
+    """Return the concatenated digests of all pieces with twins that a rank holds; `cancelled` may raise.
+
+    A digest covers the elements in the order of the tensor's addresses, whatever their order in memory.
+    """
     staging = memoryview(mmap.mmap(-1, DIGEST_STAGING_NBYTES))
     window = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     found = bytearray()
@@ -138,7 +147,10 @@ def digest_twins(
 
 
 def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) -> tuple[TensorPlan, int] | None:
-    """Return the first tensor with twins that differ by the digests of all ranks, and the row of its replicas."""
+    """Return the first tensor with twins that differ, and the row of its replicas; None if all are equal.
+
+    `digests` has by rank the bytes that `digest_twins` returned there.
+    """
     position = [0] * len(digests)
     known: dict[tuple[int, bool, int], bytes] = {}
     for tensor, copies, row in list_digested(plan):
@@ -154,7 +166,10 @@ def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) 
 
 
 def cut_digest_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tuple[int, Sequence[Tile]]]:
-    """Yield (number of elements, their reads) for each chunk of a piece, by rising destination."""
+    """Yield (number of elements, their reads) for each chunk of a piece, by rising destination.
+
+    An element has `width` bytes, and a read at most `staging_nbytes`.
+    """
     turned = swap(nest)
     counts = [n for n, _, _ in turned.loops]
     strides = [int(np.prod(counts[k + 1 :], dtype=np.int64)) for k in range(len(counts))]

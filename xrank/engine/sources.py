@@ -356,7 +356,10 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
-    """Return a source of a model's records, to be closed; decoded ones go to that folder, or `scratch_folder`."""
+    """Return a source of a model's records, which the caller closes.
+
+    Decoded records go to a folder on a disk, which must exist when the first is read; None: that of `scratch_folder`.
+    """
     if model.records.encoded_nbytes is not None or model.records.inline:
         return DecodedSource(model, folder)
     return ObjectSource(model) if holds_objects(model) else FileSource(model)

@@ -412,7 +412,10 @@ def share_all(plan: Plan) -> dict[int, tuple[range]]:
 
 
 class FileWindows(JoinedFile):
-    """The windows of one output file that are made here: those of the rising ranges of `share`, or all."""
+    """The windows of one output file that are made here, and how many of them are still to be written.
+
+    `share` has ranges of these windows, rising; all if None.
+    """
 
     def __init__(self, plan: FilePlan, index: int, share: Sequence[range] | None = None) -> None:
         super().__init__(plan.output, index)

@@ -153,7 +153,7 @@ def manifest_text(
 def read_manifest(path: str) -> dict[str, Any]:
     """Read a manifest and check every part of it.
 
-    IncompleteError if there is none; CorruptError if it is damaged, contradicts itself or is another version's.
+    IncompleteError if there is none; CorruptError if it is damaged, contradicts itself, or another version wrote it.
     """
     try:
         fd = places.open_descriptor(path)
