@@ -167,6 +167,15 @@ def test_other_places_are_refused(url: str) -> None:
         ObjectWorkspace(url)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_store_that_cannot_be_opened_is_named_by_the_given_url(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "GOOGLE_BASE_URL"):
+        monkeypatch.setenv(name, "http://192.0.2.1")
+    with pytest.raises(UsageError, match=rf"^rank 0: {scheme}://bucket/run would be reached over plain http") as caught:
+        ObjectWorkspace(f"{scheme}://bucket/run", rank=0, world_size=1)
+    assert caught.value.file == f"{scheme}://bucket/run"
+
+
 def test_a_directory_s_workspace_names_the_one_for_stores(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         NFSWorkspace("s3://bucket/run")

@@ -50,6 +50,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
         world_size: int | None = None,
         run_id: str | None = None,
     ) -> None:
+        # No store is kept, so that a forked process may use the workspace: `open_store` opens one for each process.
         self._url = None if workspace_path is None else _check_url(workspace_path)
         self._identity = find_identity(rank, world_size, run_id)
         if self._url is not None:
@@ -82,7 +83,8 @@ class ObjectWorkspace(IdentifiedWorkspace):
         url = self._place()
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
         with self._naming():
-            store, key = open_store(f"{url}/{state_file_name(self.rank)}")
+            store, folder = open_store(url)  # of the URL that the user gave: errors name it
+            key = f"{folder}/{state_file_name(self.rank)}"
             upload_object(Uploads(store, url), key, archive.pass_to, nbytes=archive.nbytes, mark=os.urandom(8).hex())
 
     def read_configs_and_weights_from_rank(
@@ -102,10 +104,10 @@ class ObjectWorkspace(IdentifiedWorkspace):
         return self._url
 
     def _settle(self, url: str) -> None:
-        state = f"{url}/{state_file_name(self.rank)}"
-        store, own_key = open_store(state)
-        uploads = Uploads(store, url)
-        if self.run_id is None or read_run_id(state) != self.run_id:
+        store, folder = open_store(url)
+        name = state_file_name(self.rank)
+        own_key, uploads = f"{folder}/{name}", Uploads(store, url)
+        if self.run_id is None or read_run_id(f"{url}/{name}") != self.run_id:
             store.delete(own_key)
         for key, upload_id, _ in [*uploads.list_uploads(own_key)]:
             if key == own_key:
