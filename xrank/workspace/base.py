@@ -117,16 +117,25 @@ class IdentifiedWorkspace:
 
 
 class MessagingWorkspace(IdentifiedWorkspace):
-    """Base of workspaces that are a `MessageWorkspace`, too: passes messages on to one, if they have a place."""
+    """Base of workspaces that are also a `MessageWorkspace`: passes its calls on to `_messages`."""
 
     _messages: MessageWorkspace | None
+    """None if the workspace has no place."""
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Write a message; see `MessageWorkspace`."""
         return self._carrier().publish(header, tensors)
 
     def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message; see `MessageWorkspace`. In memory, UsageError: the sender is on another host."""
+        """Return a message; see `MessageWorkspace`.
+
+        `NFSWorkspace` verifies the message's checksums. `SharedMemoryWorkspace` returns it in place, in the sender's
+        memory, if that is quicker.
+
+        Raises:
+            UsageError: besides `MessageWorkspace`'s cases, the workspace is uninitialized; or, of
+                `SharedMemoryWorkspace`, the sender is on another host.
+        """
         return self._carrier().fetch(rank, receipt)
 
     def retire(self, receipt: str) -> None:
