@@ -272,7 +272,10 @@ class _QuantizedTensor(Struct, frozen=True, eq=False):
     """Whether this rank lends the scales of the whole tensor."""
 
     def cut(self) -> Iterator[tuple[int, MatrixTile, IntArray, IntArray]]:
-        """Yield a view, a tile of bounded size in it, the row of blocks of each row, and the column of each column."""
+        """Yield each piece in tiles of bounded size: a view, a tile in it, and the tile's blocks.
+
+        The blocks are two arrays: the row of blocks of each row, and the column of blocks of each column.
+        """
         for view, tile in self.pieces:
             step = max(1, _CHUNK_ELEMENTS // tile.num_columns)
             columns = tile.column + np.arange(tile.num_columns, dtype=np.int64) * tile.column_step

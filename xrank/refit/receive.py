@@ -784,7 +784,7 @@ class TakenWeights:
     def _copy_step(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
         """Fill the tensors from the step that an engine holds, compare the bytes with their digests, and commit it.
 
-        Return None if there is no newer step, or an engine has begun an update meanwhile.
+        Return None if it holds no newer step, or has begun an update of its own meanwhile.
         """
         check = self._siblings.check
         with engine.naming_failures(check):

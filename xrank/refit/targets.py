@@ -227,7 +227,10 @@ class SpanCall(Struct, frozen=True, eq=False):
 
 
 def find_runs(nests: NestTable, width: int) -> Runs:
-    """Return the runs of canonical nests from a record (x) to a tensor (y) of elements of so many bytes."""
+    """Return the runs of nests from a record (x) to a tensor (y), as byte offsets.
+
+    The nests are canonical, with addresses in elements of `width` bytes.
+    """
     depth, lengths = run_lengths(nests)
     nest, there, here = np.arange(len(nests)), nests.x, nests.y
     for level in range(int(depth.max(initial=0))):
@@ -377,7 +380,7 @@ class UpdateReport(Struct, frozen=True):
 def make_report(
     step: int, planned: TargetPlan, transfer: Transfer, moved: int, times: tuple[float, float, float]
 ) -> UpdateReport:
-    """Return the report of a step; `times` are those of the whole, of the copies and of the plan."""
+    """Return the report of a step; `times` are the seconds of all work on it, of its copies, and of the planning."""
     direct = transfer.direct_nbytes if moved else 0
     whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
     return UpdateReport(step, transfer.nbytes, moved, direct, *times, whole, planned.unused)
