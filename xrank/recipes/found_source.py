@@ -168,9 +168,11 @@ def _find_model(module: Any) -> Any:
 
 
 def _unwrap(model: Any) -> Any:
-    while wrapped := next((name for name in _WRAPPED if name in getattr(model, "_modules", {})), None):
-        model = getattr(model, wrapped)
-    return model
+    while True:
+        inner = next((getattr(model, name) for name in _WRAPPED if name in getattr(model, "_modules", {})), None)
+        if inner is None:  # not a wrapper, or one whose place is empty
+            return model
+        model = inner
 
 
 _MAX_CONFIG_NBYTES = 4 << 20
