@@ -23,7 +23,7 @@ from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import explain_no_memory, row_major_bytes
 from xrank.ranks.waits import process_space
-from xrank.system import after_fork_in_child, host_name
+from xrank.system import after_fork_in_child, anonymous_memory, host_name
 
 if TYPE_CHECKING:
     import torch
@@ -359,11 +359,7 @@ def align(sizes: Iterable[int]) -> tuple[list[tuple[int, int]], int]:
 
 def new_buffer(nbytes: int) -> memoryview:
     """Return writable, uninitialized memory owned by the caller; large buffers lie in huge pages."""
-    if nbytes < _HUGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.empty(nbytes, np.uint8).data
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return np.empty(nbytes, np.uint8).data if nbytes < _HUGE_NBYTES else memoryview(anonymous_memory(nbytes))
 
 
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
