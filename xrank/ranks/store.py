@@ -381,14 +381,14 @@ def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
 
     Alone, torch takes up to three times its time limit, and writes its C++ frames.
     """
+    import socket
+
     import torch.distributed
 
     distributed: Any = torch.distributed
     while True:
         limit = max(0.1, min(_CONNECT_SECONDS, deadline.remaining_seconds))
         try:
-            import socket  # few launches have no store
-
             socket.create_connection((address, port), timeout=limit).close()
             store = distributed.TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
