@@ -527,9 +527,10 @@ class Call(NamedTuple):
 
 
 class GatherExchange:
-    """The gathers of one group of ranks, which a meeting of that number made; one thread at a time uses it.
+    """The gathers of one group of ranks; one thread at a time uses it.
 
-    `messages` is a workspace of this exchange alone, for values that are too large for the group's wire.
+    `messages` is a workspace that only this exchange uses, for values that are too large for the group's wire.
+    `meeting` is the number of the meeting that made the group.
     """
 
     def __init__(self, group: RankGroup, messages: MessageWorkspace, meeting: int = 0) -> None:

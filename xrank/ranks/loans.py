@@ -107,7 +107,11 @@ class LendingSign:
 
 
 class PeerMemory:
-    """The memory that another process of this host lends, while its sign is there; several threads may read at once."""
+    """The memory that another process of this host lends; several threads may read at once.
+
+    Methods and the constructor raise LendingEndedError if the process has ended or no longer lends the memory: its sign
+    is then not at the address. They raise UnreadableMemoryError if the kernel cannot read the memory.
+    """
 
     def __init__(self, pid: int, sign_address: int, sign: bytes) -> None:
         if len(sign) != _SIGN_NBYTES:

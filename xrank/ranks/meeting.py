@@ -119,9 +119,10 @@ class Meeting:
         self.monitor = WaitMonitor(self.begin_long_wait)
 
     def check(self, absent: Sequence[int], watched: Sequence[int] | None = None) -> None:
-        """Raise if it is known that the meeting will not take place: `absent` ranks are not known to have come.
+        """Raise if it is known that the meeting will not take place.
 
-        The end of a `watched` rank ends the meeting; by default, of an absent one.
+        The `absent` ranks are the others that are not known to have come. The meeting ends with the process of any
+        `watched` rank; by default, of any absent one.
         """
         self.check_around()
         if not self.monitor.is_due:

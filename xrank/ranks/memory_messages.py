@@ -190,7 +190,7 @@ class Arena:
 
     @property
     def use(self) -> int:
-        """Whether readers need it: `_FREE` if none does any more, `_ABANDONED` if none will ever free it."""
+        """State of the arena: `_FREE` if no reader needs it any more, `_ABANDONED` if no reader will ever free it."""
         return self._words[_USE]
 
     def take(self) -> int:

@@ -35,8 +35,8 @@ Decision = TypeVar("Decision")
 class Team:
     """This process alone; `SharedTeam` overrides all methods for several ranks.
 
-    Ranks have their numbers in the world; the first one decides and reports. `num_here` ranks are known to share this
-    host; `is_one_host` if all do.
+    Ranks have their numbers in the world; the first one decides and reports. `num_here` is the number of ranks that are
+    known to share this host, and `is_one_host` is whether all of them are.
     """
 
     def __init__(

@@ -137,7 +137,8 @@ class Heartbeat:
         self._stopped = threading.Event()
         with suppress(XrankError):  # if the store is gone, its next user in the main thread raises
             store.put(mine, "0")
-        # The thread alone holds the store, whose connection then ends with it, whoever still holds this object.
+        # Only the thread refers to the store. So the connection closes when the thread ends, even if this object is
+        # still in use.
         arguments = (self._stopped, store, mine, dict(others), report, period_seconds, clock)
         self._thread = threading.Thread(target=_beat, args=arguments, name="xrank heartbeat", daemon=True)
         _running.add(self)
@@ -530,7 +531,10 @@ class LongWait:
 
 
 class WaitMonitor:
-    """Looks, now and then, for reasons why a wait will not end; `begin` returns it once it has become long, or None."""
+    """Looks, now and then, for reasons why a wait will not end.
+
+    `begin` is called once the wait has become long. It returns the long wait, or None where the ranks are not known.
+    """
 
     def __init__(self, begin: Callable[[Awaits], LongWait | None]) -> None:
         self._begin, self._next_look = begin, monotonic() + START_SECONDS
