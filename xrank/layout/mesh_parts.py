@@ -241,7 +241,8 @@ def mesh_parts(
     lengths, _ = places_of(layout, mesh, mesh.coordinate(mesh.ranks[0]))
     ranks, part, dims = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.cut_axes)
     if not len(ranks):
-        return MeshParts(ranks, ranks, ranks, ranks, NestTable.from_nests(()))
+        none = np.zeros(0, dtype=np.int64)
+        return MeshParts(none, none, none, none, NestTable.from_nests(()))
     bound = bind_dims(layout, shape, lengths, check_sizes(sizes))
     compiled = [
         compile_places(dim, dict(known), places, num_places)
@@ -263,9 +264,9 @@ def mesh_parts(
 def _place_ranks(
     mesh: DeviceMesh, view: DeviceMesh | None, where: tuple[Where, ...], axes: tuple[tuple[str, ...], ...]
 ) -> tuple[IntArray, IntArray, tuple[tuple[PlaceArrays, int, IntArray], ...]]:
-    """Return the ranks in a layout's "where", the part of each, and what each dim has.
+    """Return the ranks in a layout's "where", the part of each rank, and for each dim a tuple.
 
-    That is its distinct places along the axes that cut it, their number, and the place of each part.
+    The tuple has the distinct places along the axes that cut the dim, their number, and the place of each part.
     """
     ranks, at = _coordinates(mesh, view)
     is_held = np.ones(len(ranks), dtype=np.bool_)
