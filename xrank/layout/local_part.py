@@ -521,11 +521,15 @@ def infer_shape(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the global shape of a tensor from the local shapes on ranks, pads included.
+    """Return the global shape of a tensor from the local shapes on ranks.
 
-    There must be a rank for each place along the axes that cut the tensor, else it is an IncompleteError; other axes do
-    not matter. `sizes` has the names that local shapes do not determine: in a pad, or several in one dim. LayoutError
-    if ranks at the same place disagree, the layout does not give these shapes, or several global shapes would.
+    Local shapes include pads; the global shape does not. `sizes` has the names that local shapes do not determine: in a
+    pad, or several in one dim.
+
+    Raises:
+        IncompleteError: no rank has a local shape for some place along the axes that cut the tensor.
+        LayoutError: ranks at the same place disagree, the layout does not give these shapes, or several global shapes
+            would give them.
     """
     shapes = {rank: check_shape(shape) for rank, shape in local_shapes.items()}
     at = {rank: _places_by_axis(layout, mesh, rank) for rank in shapes}

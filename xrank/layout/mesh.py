@@ -446,11 +446,17 @@ def megatron_views(
 
     The main mesh has the axes tp, cp, dp, pp; the view has etp, ep, edp, pp at the corresponding places in the order
     (parallel_state.py: initialize_model_parallel, decoder_rank_generator and expert_decoder_rank_generator). The
-    data-parallel lengths follow from the number of ranks, `world_size`.
+    data-parallel lengths follow from the size of the world.
 
-    `tp` is the length of tensor parallelism of dense weights, `etp` of that inside an expert (None: as `tp`), `cp` of
-    context and `ep` of expert parallelism; `pp` is the number of pipeline stages. The `order` has the fastest axis
-    first; `ranks` are the ranks, if not 0, 1, 2, ...
+    Args:
+        world_size: the number of ranks.
+        tp: tensor parallel ranks of dense weights.
+        cp: context parallel ranks.
+        ep: expert parallel ranks.
+        pp: pipeline stages.
+        etp: tensor parallel ranks inside an expert; None: as tp.
+        order: the axes, fastest first.
+        ranks: the ranks, if not 0, 1, 2, ...
 
     Raises:
         LayoutError: the lengths do not divide the world, or the two factorings have different pipeline stages.

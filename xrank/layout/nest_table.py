@@ -129,7 +129,7 @@ def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, glob
 def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntArray, NestTable]:
     """Return the parts of canonical, nested rows with x in [low, high) of their row, as `restrict` does.
 
-    They are the row of each part, rising, and the parts, by rising x within a row.
+    The first array has the row of each part, rising; the parts of one row are sorted by rising x.
     """
     rows = np.arange(len(nests))
     x, y, loops = nests.x, nests.y, nests.loops
