@@ -669,8 +669,8 @@ _SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 
 def _parse(name: str, text: str, file: str) -> Recipe:
     tables = repeat_rules(read_tables(text, file), file)
-    lists: dict[str, Any] = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
-    _check_values(tables, lists, file)
+    fields: dict[str, Any] = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
+    _check_values(tables, fields, file)
     framework = tables.get("framework", "")
     if not isinstance(framework, str):
         raise misplaced(file, ("framework",), framework, "a text")
@@ -683,15 +683,15 @@ def _parse(name: str, text: str, file: str) -> Recipe:
             rules += (replace(copy, is_copy=True),)
     if not rules:
         raise misplaced(file, ("tensors",), None, "a table [tensors] with rules")
-    if lists["by_layer"]:  # layers of different sizes cannot be stacked in one tensor
+    if fields["by_layer"]:  # layers of different sizes cannot be stacked in one tensor
         rules = tuple(replace(rule, sources=rule.sources[:1]) for rule in rules)
     for table in ("config", "args"):
         entries = tables.get(table, {})
-        lists[table] = {key: check_texts(terms, (table, key), file) for key, terms in entries.items()}
+        fields[table] = {key: check_texts(terms, (table, key), file) for key, terms in entries.items()}
     for table in ("must", "must_config"):
         entries = tables.get(table, {})
-        lists[table] = {key: tuple(value) if isinstance(value, list) else (value,) for key, value in entries.items()}
-    recipe = Recipe(name, framework, rules, sizes=tables.get("sizes", {}), depth=count_extended(text), **lists)
+        fields[table] = {key: tuple(value) if isinstance(value, list) else (value,) for key, value in entries.items()}
+    recipe = Recipe(name, framework, rules, sizes=tables.get("sizes", {}), depth=count_extended(text), **fields)
     check_names(recipe, file)
     return recipe
 
