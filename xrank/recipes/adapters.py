@@ -286,8 +286,9 @@ def check_ties(
 ) -> None:
     """Refuse to merge into one of two tied tensors: it is unknown whether the other should change with it.
 
-    An adapter is added to `updates` and replaces `trained`. `tied` are the source's ties; `config` may tie one of them
-    to a tensor that the source lacks.
+    An adapter is added to the tensors `updates` and replaces the tensors `trained`. `tied` maps a name to the names of
+    the tensors that are one with it in the source. The model's `config` may tie an updated or trained tensor to one
+    that the source lacks.
     """
     of_class = {target: (name,) for name, target in find_class_ties({*updates, *trained}, config).items()}
     for target, others in (*tied.items(), *of_class.items()):

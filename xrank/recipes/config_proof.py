@@ -760,8 +760,8 @@ def prove_config(
 
     `model` has Hugging Face's names, and `config` is to be written, where it is not the source's. The config may count
     the names that the user leaves out (`left_out`), or not; names `apart` are not the model's, such as an adapter's.
-    `written` are the tensors that a caller's function makes of the model; None: no function changes them. Returns
-    notes: a tensor that a model of no known family seems to lack, a quantization that only others know of.
+    `written` are the tensors that a caller's function makes of the model; None: no function changes them. The returned
+    notes are about a tensor that a model of no known family seems to lack, and a quantization that only others know of.
     """
     config = found.config if config is None else config
     # Without the shapes of tensors that save_pretrained leaves out, their absence would be taken for another config.

@@ -200,10 +200,15 @@ def lend_model(
 ) -> LentModel:
     """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
-    `loan` ends the loan, when all ranks have ended. Without `part`, this rank lends that of the request, in place.
-    `check` is called on the first rank once all ranks have described their parts; all ranks raise its error.
-    `across_hosts` is whether processes of other hosts also read, although all ranks may be on one host, `by_mooncake`
-    whether they read by Mooncake. `failures` raises if a rank has failed, while the source reads; None: the team's.
+    Args:
+        request: the arguments of the call; the same on all ranks.
+        team: the ranks, together.
+        loan: ends the loan; to be closed when all ranks have ended.
+        part: this rank's part; None: that of the request, in place.
+        check: called on the first rank once all ranks have described their parts; all ranks raise its error.
+        across_hosts: whether processes that are not ranks also read; they may be on other hosts.
+        failures: raises if a rank has failed, while the source reads; None: the team's.
+        by_mooncake: whether processes that are not ranks read by Mooncake.
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
     part = locate_part(request, team) if part is None else part

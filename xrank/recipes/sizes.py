@@ -255,7 +255,7 @@ def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | N
 
 
 def find_refused(must: Mapping[str, tuple[object, ...]], values: _Values | None) -> str | None:
-    """Return the first key of a recipe's `must` whose value it rules out."""
+    """Return the first key whose value is not among those that a recipe requires (`must`); None: all are."""
     # None: a trainer's option that was not given.
     known = {key: value for key in must if (value := look_up(values or {}, key)) is not None}
     return next((key for key, value in known.items() if value not in must[key]), None)
