@@ -229,7 +229,10 @@ class PeerConnection:
 
 
 def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes, tick: Tick) -> PeerConnection:
-    """Return a connection to a service that knows the token: within the host if possible, else by the network."""
+    """Return a connection to a service that knows the token: within the host if possible, else by the network.
+
+    PeerGoneError: no process that knows the token answers at any address.
+    """
     since = monotonic()
     places: list[tuple[int, str | tuple[str, int]]] = [(socket.AF_UNIX, f"\0{name}")]
     if port is not None:

@@ -596,8 +596,9 @@ def find_place() -> tuple[str, int]:
 class Gather(AbstractContextManager[list[Any]]):
     """Gathers the values of all ranks, in their order, on the first of them; an empty list elsewhere.
 
-    Arguments are those of `xrank.workspace.parallel`, and the name of its `function`; `check` raises for a value that
-    it does not accept, and `place` replaces the file and line of the user's call in errors.
+    Arguments and errors are those of `xrank.workspace.parallel`. In addition, `function` is the name of the function
+    that the user called, `check` raises for a value that this function does not accept, and `place` replaces the file
+    and line of the user's call in errors.
     """
 
     def __init__(

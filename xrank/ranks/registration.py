@@ -49,7 +49,7 @@ class Registration(Struct, frozen=True):
 def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, call: str) -> Registration | None:
     """Let the ranks of a process group, or of the world if None, begin a piece of work; each of them makes this call.
 
-    Return None if there is one rank alone. `call` is the user's, for people.
+    Return None if there is only one rank. `call` describes the user's call in errors of other ranks.
     """
     import torch.distributed
 

@@ -83,8 +83,9 @@ _LAUNCHERS = {
     ),
     "bare": (("RANK", "WORLD_SIZE"), "LOCAL_RANK", "LOCAL_WORLD_SIZE", ""),
 }
-"""Launcher -> its variables: marks, of which the last two are rank and world size, local rank, number of ranks on this
-host, restarts. torchrun comes first, since ``srun torchrun`` is common and torchrun made the ranks."""
+"""Launcher -> names of its variables: (marks, local rank, number of ranks on this host, restart count); "" if it has
+none. A launcher counts if all of its marks are set; the last two of them are the rank and the world size. torchrun
+comes first, since ``srun torchrun`` is common and torchrun made the ranks."""
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
