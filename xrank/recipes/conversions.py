@@ -807,7 +807,7 @@ def _is_in_files_form(source: StoredModel, transforms: list[Conversion], config:
 def _describe(source: StoredModel, converted: Converted, config: Mapping[str, Any]) -> Converted | None:
     """Return a converted source with its note; None if a tensor that is taken apart or joined has scales.
 
-    They would have to be, too.
+    The scales would have to be taken apart or joined as well.
     """
     names = {shard.name for shard in source.shards}
     moved = names - converted.renamed.keys()

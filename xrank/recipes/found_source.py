@@ -62,7 +62,10 @@ class OwnConfig(Struct, frozen=True):
 
 
 def choose_config(ranks: Sequence[OwnConfig]) -> tuple[OwnConfig, dict[int, OwnConfig]]:
-    """Return the first config that is not empty (ranks of a pipeline may lack it), and others by position."""
+    """Return the first config that is not empty, and by position the others that differ from it.
+
+    Ranks of a pipeline may lack the config.
+    """
     held = {position: config for position, config in enumerate(ranks) if config != OwnConfig()}
     own = next(iter(held.values()), OwnConfig())
     return own, {position: config for position, config in held.items() if config != own}

@@ -368,7 +368,7 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     """
 
     def find(recipes: Iterable[Recipe]) -> list[Match]:
-        # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, as of biases.
+        # Several know Hugging Face's names of one family; those with a trainer's arguments know most, such as biases.
         ordered = sorted(recipes, key=lambda recipe: not recipe.args)
         return [match(recipe, shapes, is_reversed=back) for recipe in ordered for back in (True, False)]
 

@@ -529,7 +529,8 @@ class RecipeFit(Struct, frozen=True, eq=False):
     wrong: Mapping[Place, XrankError]
     """Place of a rule, as in `Match.used` -> why its tensors do not fit it, or its sides do not fit each other."""
     unknown: list[dict[str, Any]]
-    """The first name and the count of those that no rule knows, equal but for their numbers, and the nearest side."""
+    """A dict for each group of unknown names that differ only in numbers: "name" is the first name, "count" the number
+    of names, and "nearest" the side of the recipe with the most similar name, or None."""
     whole: XrankError | None = None
     """The error of the model as a whole, if each rule fits."""
     renamed: StoredModel | None = None

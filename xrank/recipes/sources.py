@@ -341,11 +341,19 @@ def read_source(
 ) -> FoundSource:
     """Read a source, only its metadata, with the best reader of those that recognize it.
 
-    `asked` is the path from the user; `where` and `beside` (the result of `companions_of`) are found without them. The
-    config of `base` stands in for one beside the source. A tensor that `is_left_out` needs no layout. `for_layouts` is
-    whether the caller wants the layouts that ranks recorded, and not their config; `share` is that of `read_best`.
-    Wrappers' parts stay in names that a live module has (`module_names`); with `keeps_names`, as where a trainer will
-    load them, names need not be those of config.json's class.
+    Args:
+        asked: the path from the user.
+        where: the place where the source was found, with its readers; None: find it.
+        base: the model whose shapes are the whole ones, and whose config stands in for one beside the source.
+        layouts: layouts for tensors without a recorded layout.
+        part: keys of the part to read, joined by dots; None: the only one that may be the model.
+        world_size: number of ranks that wrote the source, as the caller states it; None: not stated.
+        is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
+        for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
+        beside: the result of `companions_of`, where the caller has it; None: this function calls it.
+        share: this rank's share of the comparison with another source at the place, as in `read_best`.
+        module_names: names of a live module that the source will fill; wrappers' parts of names that it has stay.
+        keeps_names: whether names need not be those of config.json's class, as where a trainer will load them.
     """
     where = find_source(asked) if where is None else where
     companions, notes = companions_of(asked, where) if beside is None else beside
