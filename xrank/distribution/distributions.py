@@ -342,8 +342,8 @@ class Distribution:
         return keras_forms.in_keras_form(fit_layout(layout, len(shape)))
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Return the layout of a tensor by its path; None if no rule matches, and so on every rank."""
-        return None
+        """Return the layout of a tensor by its path; None if no rule matches."""
+        raise NotImplementedError
 
     def scope(self) -> AbstractContextManager[None]:
         """Make this distribution current; modules made inside are laid out at the end, or on their first use."""
@@ -418,6 +418,10 @@ class DataParallel(Distribution):
                 stacklevel=2,
             )
         super().__init__(device_mesh, device_mesh.axis_names[0], auto_shard_dataset)
+
+    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+        """Return None: tensors have no layouts, every rank holds them."""
+        return None
 
     def lay_out(self, roots: list[nn.Module]) -> set[str]:
         """Copy the first rank's values to every rank, and average gradients along the batch axis."""
