@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """A shape and an element type, named as in a safetensors header: ``"BF16"``."""
+    """A shape and an element type; `dtype` is its name as in a safetensors header: ``"BF16"``."""
 
     shape: tuple[int, ...]
     dtype: str = "F32"

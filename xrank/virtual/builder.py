@@ -372,7 +372,7 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
 
 
 def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Array]:
-    """Return views of each device's shard of an array, in mesh order.
+    """Return views of each device's shard of an array, in mesh order; `mesh` is as for `VirtualCluster`.
 
     Raises:
         LayoutError: the sharding does not fit the array, or contains sums.
@@ -392,6 +392,7 @@ def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike)
     """Join the devices' shards to the whole array: the inverse of `shards_of`, for a run's outputs.
 
     There is one shard per device, in mesh order. Addends are summed in that order. Replicas are compared bit by bit.
+    `mesh` is as for `VirtualCluster`.
 
     Raises:
         LayoutError: the number, shapes, element types or kinds of the shards do not fit the sharding.
@@ -502,7 +503,11 @@ class ShardedOperation(Operation):
         return builder.programs()
 
     def packets(self, mesh: DeviceMesh, device: int, activations: Arrays, parameters: Arrays) -> dict[str, Array]:
-        """Return a device's shards of the arguments, which must all be numpy arrays or all tensors."""
+        """Return a device's shards of the arguments.
+
+        Raises:
+            UsageError: some arguments are numpy arrays and some are tensors.
+        """
         named, at = self._zip_arguments(activations, parameters), mesh.coordinate(device)
         check_one_kind({name: array for name, (array, _) in named.items()})
         return {
@@ -511,7 +516,7 @@ class ShardedOperation(Operation):
         }
 
     def join(self, outputs: Sequence[Array | Mapping[str, Array]], mesh: MeshLike) -> Array | dict[str, Array]:
-        """Join a run's outputs to whole tensors, as `join_shards`; a dict by name if there are several."""
+        """Join a run's outputs to whole tensors, a dict by name if there are several; errors as in `join_shards`."""
         devices, shardings = as_device_mesh(mesh), self.output_shardings
         if len(shardings) == 1:
             [sharding] = shardings.values()

@@ -397,7 +397,11 @@ class MLP(PipelinedOperation):
         return _MLPStage(self, self._name_arguments(activations, parameters), stage, builder)
 
     def packets(self, mesh: DeviceMesh, device: int, activations: Arrays, parameters: Arrays) -> dict[str, Array]:
-        """Return a device's shards of the arguments of its stage, which must all be numpy arrays or all tensors."""
+        """Return a device's shards of the arguments of its stage.
+
+        Raises:
+            UsageError: some arguments are numpy arrays and some are tensors.
+        """
         arrays = self._name_arguments(activations, parameters)
         check_one_kind(arrays)
         # Without element types: packets depend on shapes alone.

@@ -384,7 +384,7 @@ class PipelineStage:
                     ...
 
     Each device has its own stage object and counts its own cycles. Properties that depend on the cycle raise a
-    RuntimeError outside of the block. The device is one of the stage's; None means the first.
+    RuntimeError outside of the block. `device` is one of the stage's devices; None means the first.
     """
 
     def __init__(self, pipeline: Pipeline, index: int, device: int | None = None) -> None:
@@ -600,7 +600,12 @@ class PipelinedOperation(Operation):
         """
 
     def compile(self, mesh: DeviceMesh, activations: Specs, parameters: Specs) -> tuple[Program, ...]:
-        """Return the programs of all devices, of a cluster with the pipeline's mesh; errors as in `check`."""
+        """Return the programs of all devices.
+
+        Raises:
+            LayoutError: as in `check`, or the pipeline has another mesh.
+            UsageError: as in `check`.
+        """
         if mesh != self.pipeline.mesh:
             raise LayoutError(
                 "the pipeline has another mesh than the cluster",
