@@ -300,7 +300,9 @@ def _send_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
     # With the farthest slot first, members forward while the root still sends.
     for farther in range(size - 1, distance, -1):
         slot = (root + farther) % size
-        steps += [Step("receive", before, slot), Step("send", after, slot)][not distance :]
+        if distance:
+            steps.append(Step("receive", before, slot))
+        steps.append(Step("send", after, slot))
     if distance:
         steps.append(Step("receive", before, member))
     return tuple(steps)
