@@ -64,7 +64,14 @@ def clean(
         stages += clean_places(folder, dry_run=dry_run, now=seconds)
         messages += clean_messages(folder, MessageName.owner_state, dry_run=dry_run, now=seconds)
     sizes = [row["nbytes"] for row in (*stages, *messages) if row["removed"]]
-    counts = {"num_removed": len(sizes), "removed_nbytes": sum(sizes)}
     return timed_report(
-        "clean", started, details=CleanDetails(stages=stages, messages=messages, **counts, dry_run=dry_run)
+        "clean",
+        started,
+        details=CleanDetails(
+            stages=stages,
+            messages=messages,
+            num_removed=len(sizes),
+            removed_nbytes=sum(sizes),
+            dry_run=dry_run,
+        ),
     )
