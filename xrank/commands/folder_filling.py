@@ -166,11 +166,11 @@ def _find_earlier(planned: FolderPlan | Reshard, out: str, team: Team) -> tuple[
     return find_together(team, out, planned.digest, planned.companions, planned.texts)
 
 
-def check_dry_run(planned: FolderPlan | Reshard, out: str, *, replaces_states: bool = False) -> None:
+def check_dry_run(planned: FolderPlan | Reshard, out: str) -> None:
     """Refuse a place that cannot take the output, before anything is written."""
     overwrite = planned.options.overwrite
     if overwrite or _find_earlier(planned, out, Team()) is None:
-        check_output(out, overwrite=overwrite, replaces_states=replaces_states)
+        check_output(out, overwrite=overwrite, replaces_states=not isinstance(planned, FolderPlan))
     check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
 
 

@@ -114,7 +114,7 @@ def reshard_checkpoint(
 
     if dry_run:
         reshard = plan(host_name())
-        check_dry_run(reshard, path, replaces_states=True)
+        check_dry_run(reshard, path)
         return reshard_report(reshard, path, started)
     team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
     with team.together():
