@@ -90,12 +90,13 @@ class CheckpointForm:
         """Let vLLM process `tensors` for its kernels, layer by layer, into the memory that they use."""
         # The default element type as at vLLM's first load: some of its kernels are made for it.
         with torch.no_grad(), self._device, set_default_torch_dtype(self._model_config.dtype), _keep_kernel_scales():
-            for layer in self._model.modules() if self._device.type == "cpu" else ():
+            if self._device.type == "cpu":
                 # Otherwise vLLM 0.32 does not pack the weights of experts for its CPU kernels again, and computes with
                 # unpacked ones (``UnquantizedFusedMoEMethod._setup_kernel``). No CPU graph keeps addresses.
-                method: Any = getattr(layer, "quant_method", None)
-                if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None
+                for layer in self._model.modules():
+                    method: Any = getattr(layer, "quant_method", None)
+                    if getattr(method, "moe_kernel", None) is not None:
+                        method.moe_kernel = None
             initialize_layerwise_reload(self._model)
             loaders = [_get_original_loader(parameter.present) for parameter in self._parameters]
             for parameter in self._parameters:
