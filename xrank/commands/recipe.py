@@ -48,8 +48,9 @@ def check_recipe(
 ) -> Report:
     """Check a recipe, a file or one that comes with xrank, against a source from metadata alone.
 
-    The report is ``ok`` if all of the source fits; else its ``fault`` names what to correct first. Under Hugging Face's
-    names the recipe is read backwards. `base_model` has the names and shapes that the recipe must make.
+    The report is ``ok`` if all of the source fits; else its ``fault`` names what to correct first. A source with
+    Hugging Face's names is read with the recipe backwards. `base_model` has the names and shapes that the recipe must
+    make.
     """
     started = time.monotonic()
     asked = load_recipe(os.fspath(recipe))

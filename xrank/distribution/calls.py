@@ -104,7 +104,10 @@ class CallHooks:
             _HOOKS[module] = self
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType | None = None) -> Any:
-        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
+        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers.
+
+        `frame` is torch's frame that runs the hooks of the call. Without it, it is the caller's.
+        """
         if _CALL.frame is not None:
             # End a call whose frame no longer runs: torch runs no hook of a call that Ctrl-C stops.
             try:
@@ -185,7 +188,10 @@ class CallHooks:
 
 @contextmanager
 def _seed_generators(seed: int, part: int, device_type: str) -> Iterator[None]:
-    """Let torch's generators continue from a seed, for recomputed activations too; their old states return."""
+    """Let torch's generators continue from a seed, and restore their states at the end.
+
+    Recomputed activations (torch.utils.checkpoint) find the same generator states as before.
+    """
     device = None if device_type == "cpu" else torch.get_device_module(device_type)
     before = torch.get_rng_state(), None if device is None else device.get_rng_state()
     # An odd, large factor makes the seeds of parts differ in many of the bits that the generator uses.

@@ -49,7 +49,10 @@ def take_whole(tensor: DTensor, batch_axis: int) -> torch.Tensor:
 
 
 def take(tensor: DTensor, placements: Placements, batch_axis: int) -> torch.Tensor:
-    """Return this rank's part of a DTensor in placements that do not cut along the batch axis, as a plain tensor."""
+    """Return this rank's part of a DTensor in other placements, as a plain tensor. Gradients flow back.
+
+    All ranks of the mesh call this together. The placements do not cut along the batch axis.
+    """
     local: torch.Tensor = _Take.apply(tensor, placements, batch_axis)  # type: ignore[no-untyped-call]
     if placements != tensor.placements:
         note = _Gathered(tensor, placements, tensor._version)
@@ -151,7 +154,10 @@ _AVERAGED = "_xrank_averaged"
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis: int) -> None:
-    """Average the gradients of a model's parameters, in one order on all ranks, along an axis after each backward."""
+    """Average the gradients of a model's parameters along an axis of the mesh, at the end of each backward.
+
+    All ranks give the parameters in one order.
+    """
     # Where the axis cuts a parameter, each rank has the averaged gradient of its part.
     found = [
         parameter

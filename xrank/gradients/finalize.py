@@ -160,7 +160,7 @@ class _Router:
 
 
 class RouterBiases:
-    """The routers of one rank in one step, whose biases, by which they pick idle experts, gradients do not move.
+    """The routers of one rank in one step. Gradients do not move their biases, by which they pick idle experts.
 
     megatron/core/transformer/moe/moe_utils.py:get_updated_expert_bias; after arXiv 2408.15664.
     """

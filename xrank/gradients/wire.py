@@ -169,7 +169,7 @@ def make_wire(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None =
 
     Groups have the world's backend, and are kept until the world ends. `wanted` are the sets that contain this rank
     (``GradientPlan.groups()``), none for a rank without exchanges. All ranks raise the same error if some ranks of a
-    set do not ask for it. The timeout of new groups' collectives is the world's when None.
+    set do not ask for it. Collectives of new groups have this timeout; None: the world's.
     """
     if not dist.is_initialized():
         raise At().usage_error(

@@ -21,7 +21,10 @@ class Saves:
         self._last: Future[Report] | None = None
 
     def start(self, model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any], out: str) -> None:
-        """Export a model to a folder; every rank makes this call. It raises the failure of an earlier export, too."""
+        """Export a model to a folder; every rank makes this call.
+
+        An earlier export that still runs is awaited; its failure is raised on all ranks.
+        """
         from xrank.commands.export import export_model
 
         made: Report | Future[Report] = export_model(model, out, **self._options)

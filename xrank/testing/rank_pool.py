@@ -244,7 +244,7 @@ class RankStarter:
             )
 
     def fork(self, fds: tuple[int, int, int, int], timeout_seconds: float) -> int | None:
-        """Start a rank with the descriptors of `run_rank`; return its pid, None if the starter ended, or is late."""
+        """Start a rank with the descriptors of `run_rank`; return its pid, None if the starter has ended or is late."""
         self._socket.settimeout(timeout_seconds)
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [_REQUEST.pack(0, 0.0)], fds)

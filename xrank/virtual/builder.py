@@ -340,7 +340,10 @@ def common_axes(builder: ProgramBuilder, value: Value, dim: int, wanted: DimShar
 def extend_cut(
     builder: ProgramBuilder, size: int, own: DimSharding, wanted: DimSharding, taken: set[str]
 ) -> DimSharding:
-    """Extend a dim's cut by the untaken further axes of a wanted cut that begins with it; add them to `taken`."""
+    """Extend a dim's cut by further axes of the wanted cut, up to the first taken axis, and add them to `taken`.
+
+    Returns the dim's own cut if the wanted one does not begin with it.
+    """
     own, wanted = canonical(own, size, builder.mesh), canonical(wanted, size, builder.mesh)
     count = len(own.axes)
     if canonical(wanted.upto(count), size, builder.mesh) != own:

@@ -408,7 +408,7 @@ class DeferredSignals:
         self._are_held = True
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # in other threads no handler runs
             try:
                 for number in signal.valid_signals():
                     handler = signal.getsignal(number)
@@ -462,9 +462,9 @@ _QUIET_SECONDS = 0.5
 
 
 def collect_stacks(processes: Sequence[tuple[int, Callable[[], None]]]) -> list[str]:
-    """Return the stacks of processes with faulthandler on SIGUSR1, each the pipe that it writes to and its signaller.
+    """Return the stacks of processes that have registered SIGUSR1 with faulthandler; empty if one does not react.
 
-    A stack is empty if the process does not react.
+    A process is the pipe that it writes to, and a function that sends it the signal.
     """
     texts, waiting = dict.fromkeys((stacks for stacks, _ in processes), b""), select.poll()
     for stacks, ask in processes:
