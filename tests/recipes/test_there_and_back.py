@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
-from xrank.layout.local_part import global_size, names_of_dim
+from xrank.layout.local_part import global_size
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
+from xrank.layout.notation import size_names_of
 from xrank.layout.stored_model import RecordTable, StoredModel, StoredShard
 from xrank.recipes.recipe import Recipe, active_rules, find_range, match, settle
 from xrank.recipes.recipe_choice import rewrite_model
@@ -81,7 +82,7 @@ def is_copy(name: str, expressions: list[str]) -> bool:
 @given(data=st.data())
 def test_there_and_back(name: str, data: st.DataObject) -> None:
     recipe = RECIPES[name]
-    names = {size for rule in recipe.rules for dim in rule.sources[0].all_dims for size in names_of_dim(dim)}
+    names = {size for rule in recipe.rules for dim in rule.sources[0].all_dims for size in size_names_of(dim)}
     sizes = {size: recipe.sizes.get(size) or data.draw(st.integers(1, 3), label=size) for size in sorted(names)}
     flags = {
         flag: data.draw(st.booleans(), label=flag)

@@ -36,13 +36,11 @@ from xrank.layout.notation import (
 )
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound
 
-names_of_dim = lru_cache(maxsize=4096)(size_names_of)
-
 
 @lru_cache(maxsize=4096)
 def _names_of(tree: LayoutTree) -> tuple[str, ...]:
     """Return all names in a layout's sizes and counts, each once."""
-    return tuple(dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of(dim))))
+    return tuple(dict.fromkeys(name for dim in tree.dims for name in (*size_names_of(dim), *count_names_of(dim))))
 
 
 _check_sound = lru_cache(maxsize=4096)(lambda tree, lengths: check_sound(tree, dict(lengths)))
@@ -90,12 +88,12 @@ def collect_known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Map
 
 def solve_dims(tree: LayoutTree, shape: Mapping[int, int], bound: dict[str, int]) -> None:
     """Add the names that dims of known sizes determine: each round solves the dims with one unknown name."""
-    waiting = [i for i in shape if names_of_dim(tree.dims[i])]
+    waiting = [i for i in shape if size_names_of(tree.dims[i])]
     while waiting:
         later = []
         for i in waiting:
             dim = tree.dims[i]
-            unknown = [name for name in names_of_dim(dim) if name not in bound]
+            unknown = [name for name in size_names_of(dim) if name not in bound]
             if len(unknown) == 1:
                 _solve(tree, i, shape[i], unknown[0], bound)
             elif unknown:
@@ -491,7 +489,7 @@ def _bind_dims(
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
     """Return each dim with the axes that cut it and the numbers of its names; shared by all ranks."""
     bound = bind(tree, shape, dict(count_lengths), dict(sizes))
-    names = {dim: (*names_of_dim(dim), *count_names_of(dim)) for dim in tree.dims}
+    names = {dim: (*size_names_of(dim), *count_names_of(dim)) for dim in tree.dims}
     numbers = {dim: tuple((name, bound[name]) for name in own) for dim, own in names.items()}
     return tuple((dim, frozenset(axes_of(dim)), numbers[dim]) for dim in tree.dims)
 
@@ -598,7 +596,7 @@ class _Inference(Struct):
         return tuple(found[i] for i in range(len(dims)))
 
     def _unknown(self, dim: Node) -> list[str]:
-        return [name for name in names_of_dim(dim) if name not in self.bound]
+        return [name for name in size_names_of(dim) if name not in self.bound]
 
     def _local_sizes(self, dim: int) -> dict[_Place, int]:
         """Return a dim's local size at each place along the axes that cut it."""

@@ -200,6 +200,7 @@ def axes_of(node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(below.axis for below in walk(node) if isinstance(below, Split)))
 
 
+@lru_cache(maxsize=4096)
 def size_names_of(node: Node) -> tuple[str, ...]:
     """Return the names of sizes in a dim, each once, in the order of the text."""
     values = (below.value for below in walk(node) if isinstance(below, Size))

@@ -11,8 +11,8 @@ from typing import Any
 from msgspec import Struct, field
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
-from xrank.layout.local_part import global_size, names_of_dim
-from xrank.layout.notation import Node, Parts, Product, Size
+from xrank.layout.local_part import global_size
+from xrank.layout.notation import Node, Parts, Product, Size, size_names_of
 from xrank.recipes.recipe import Match, Recipe, Rule, Side, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe_file import load_recipes_of, load_shipped_recipes
 from xrank.recipes.sizes import check_counts, collect_flags, list_model_types, place_names
@@ -95,7 +95,7 @@ class _Rows(Struct):
         """Add the equation of a dim; return its conflict with earlier equations, if any."""
         row = {monomial: Fraction(n) for monomial, n in _polynomial(at.node, self.sizes).items()}
         value = Fraction(at.length) - row.pop((), Fraction(0))
-        others = [origin for name in names_of_dim(at.node) for origin in self.origins.get(name, ())]
+        others = [origin for name in size_names_of(at.node) for origin in self.origins.get(name, ())]
         # Replace every unknown that is the pivot of an earlier row. An empty rest repeats or contradicts earlier rows.
         while pivots := [monomial for monomial in row if monomial in self.by_pivot]:
             # The largest first: its row holds only smaller unknowns, so no pivot comes back and the loop ends.
@@ -223,7 +223,7 @@ def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], sizes: Map
     for side, name in () if found.recipe.by_layer else found.find_sides():
         shape = shapes.get(name, ())
         for dim, (node, length) in enumerate(zip(side.dims, shape, strict=False)):
-            names = names_of_dim(node)
+            names = size_names_of(node)
             if not set(names) <= sizes.keys() - set(found.recipe.padded) or len(shape) != len(side.dims):
                 continue
             want = global_size(node, sizes)
@@ -427,7 +427,7 @@ def _lengths(
         for dim, (node, length) in enumerate(zip(side.dims, shapes[name], strict=True)):
             if (id(side), dim, length) in kinds:
                 continue
-            is_padded = not found.is_reversed and dim == 0 and bool({*names_of_dim(node)} & {*found.recipe.padded})
+            is_padded = not found.is_reversed and dim == 0 and bool({*size_names_of(node)} & {*found.recipe.padded})
             # Fewer rows than the vocabulary are not padding but a loss, and stay in the equations.
             if is_padded and isinstance(node, Size) and length >= given.get(str(node.value), 0):
                 continue
@@ -468,7 +468,7 @@ def _check_given(
     """Check that nothing rests on shapes alone: all sizes are given, and so is the flag of each absent tensor."""
     open_terms: dict[str, str] = {}  # size or flag -> a tensor that depends on it
     for side, name in sides:
-        for size in (size for dim in side.all_dims for size in names_of_dim(dim)):
+        for size in (size for dim in side.all_dims for size in size_names_of(dim)):
             if size not in given:
                 open_terms.setdefault(size, name)
     used = {number for number, _ in found.used}

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from xrank.engine.planner import Pieces, compose
 from xrank.errors import ContradictionError, LayoutError, UsageError, XrankError, option
-from xrank.layout.local_part import global_size, names_of_dim
+from xrank.layout.local_part import global_size
 from xrank.layout.nest_table import join_rows
 from xrank.layout.nests import Nest, swap
+from xrank.layout.notation import size_names_of
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.options import GatherOptions
@@ -90,7 +91,7 @@ def list_outcomes(matched: Match, sizes: Mapping[str, int]) -> dict[str, RecipeO
         for part, side in targets.items():
             has_begun = has_begun or bool(side.name.dims)
             # A size is unknown if no tensor has it: one name then stands for all that may be required.
-            known = {**dict.fromkeys((size for dim in side.name.dims for size in names_of_dim(dim)), 1), **sizes}
+            known = {**dict.fromkeys((size for dim in side.name.dims for size in size_names_of(dim)), 1), **sizes}
             for at in _indices_of(side.name, part, known):
                 name, layer = side.name.with_indices(*at), at[0] if at else None
                 phase = 1 if at else (2 if has_begun else 0)
@@ -442,7 +443,9 @@ def find_padded_names(found: Match, model: StoredModel) -> frozenset[str]:
         return frozenset()
     sides = (side for number, _ in found.used for side in target_sides(found.recipe.rules[number], True))
     padded = {*found.recipe.padded}
-    patterns = {side.name.expression for side in sides if side.dims and padded.intersection(names_of_dim(side.dims[0]))}
+    patterns = {
+        side.name.expression for side in sides if side.dims and padded.intersection(size_names_of(side.dims[0]))
+    }
     return frozenset(s.name for s in model.shards if any(re.fullmatch(pattern, s.name) for pattern in patterns))
 
 

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.layout_map import parse_toml
-from xrank.layout.local_part import names_of_dim
-from xrank.layout.notation import MAX_SIZE
+from xrank.layout.notation import MAX_SIZE, size_names_of
 from xrank.layout.tensor_name import TensorName, compile_pattern
 from xrank.recipes.recipe import Recipe, Rule, Side, parse_side, part_names, size_texts
 from xrank.words import clip, list_text, nearest_text, size_text
@@ -555,7 +554,7 @@ def find_useless(recipe: Recipe) -> tuple[tuple[str, str], ...]:
 
 def _find_sizes(recipe: Recipe) -> set[str]:
     sides = (side for rule in recipe.rules for side in (rule.sources[0], *rule.targets.values()))
-    return {size for side in sides for dim in side.all_dims for size in names_of_dim(dim)}
+    return {size for side in sides for dim in side.all_dims for size in size_names_of(dim)}
 
 
 def _names(names: set[str]) -> str:
@@ -721,7 +720,7 @@ def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
         raise
     if times is not None:
         sizes = size_texts(times) if isinstance(times, str) else ()
-        known = {name for dim in side.all_dims for name in names_of_dim(dim)}
+        known = {name for dim in side.all_dims for name in size_names_of(dim)}
         if add or not sizes or not all(size.isdecimal() or size in known for size in sizes):
             what = "the root of a product of the source's sizes, such as sqrt(d), without add"
             raise misplaced(file, (*keys, "times"), times, what)

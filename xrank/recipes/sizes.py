@@ -13,8 +13,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, LayoutError, UsageError, option
-from xrank.layout.local_part import global_size, names_of_dim, solve_dims
-from xrank.layout.notation import LayoutTree, Size, render_dim
+from xrank.layout.local_part import global_size, solve_dims
+from xrank.layout.notation import LayoutTree, Size, render_dim, size_names_of
 from xrank.layout.tensor_name import MAX_NAMES
 from xrank.recipes.recipe import Match, Recipe, Rule, Side, parse_side, settle
 from xrank.recipes.recipe_file import (
@@ -66,7 +66,7 @@ def _list_terms(
 def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
     """Refuse sizes by which one name of a recipe stands for more tensors than any model has: each would be listed."""
     for name in {side.name for rule in recipe.rules for side in (*rule.sources, *rule.targets.values())}:
-        count = prod(sizes.get(size, 1) for dim in name.dims for size in names_of_dim(dim))
+        count = prod(sizes.get(size, 1) for dim in name.dims for size in size_names_of(dim))
         if count > MAX_NAMES:
             raise ContradictionError(
                 f"{name} would stand for more tensors than any model has",
@@ -153,7 +153,7 @@ def solve_sizes(
         for kind in kinds:
             dims = kind.side.dims
             if len(kind.shape) == len(dims):
-                lengths = {i: n for i, n in enumerate(kind.shape) if not set(names_of_dim(dims[i])) & set(padded)}
+                lengths = {i: n for i, n in enumerate(kind.shape) if not set(size_names_of(dims[i])) & set(padded)}
                 with suppress(LayoutError):  # the check that follows names the tensor
                     solve_dims(LayoutTree(dims), lengths, bound)
     for kind in kinds:
@@ -182,7 +182,7 @@ def _check_fit(
 ) -> None:
     side, shape = kind.side, kind.shape
     for dim in side.all_dims:
-        for size in names_of_dim(dim):
+        for size in size_names_of(dim):
             if size not in bound:
                 raise _unknown(recipe, side, size, kind.name, shape, folder)
     for dim, (index, name) in zip(side.name.dims, kind.last, strict=True):
@@ -212,7 +212,7 @@ def _unknown(recipe: Recipe, side: Side, size: str, name: str, shape: _Shape, fo
 def _misfit(
     recipe: Recipe, given: Mapping[str, tuple[int, str]], side: Side, name: str, got: str, want: str
 ) -> ContradictionError:
-    names = dict.fromkeys(size for dim in side.all_dims for size in names_of_dim(dim))
+    names = dict.fromkeys(size for dim in side.all_dims for size in size_names_of(dim))
     origins = ", ".join(f"{size} = {given[size][0]} by {given[size][1]}" for size in names if size in given)
     want += f" ({origins})" if origins else ""
     step = "check that config.json is this model's, and that no rank or file is missing" + _or_correct(recipe, side)

@@ -15,7 +15,7 @@ from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_map import base_layout, inline_base
-from xrank.layout.local_part import names_of_dim
+from xrank.layout.notation import size_names_of
 from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import TensorName, name_table
 from xrank.ranks.memory import check_dense
@@ -132,7 +132,7 @@ class _Places:
             _check_name(name, pattern, sized, mesh, self.rank)
         # A flat buffer's layout gives the members' shapes, which the buffer itself does not contain.
         for member in flat.members if (flat := flat_of(sized)) is not None else ():
-            unknown = [size for dim in member.dims for size in names_of_dim(dim)]
+            unknown = [size for dim in member.dims for size in size_names_of(dim)]
             if unknown:
                 what = f"the shape of {member.name}, a member of the buffer, is unknown"
                 step = f"set layouts.sizes[{unknown[0]!r}]"
