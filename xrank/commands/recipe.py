@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+from msgspec.structs import asdict
+
 from xrank.commands.report import model_facts
 from xrank.engine.report import RecipeDetails, Report, SourceFacts, timed_report
 from xrank.errors import LayoutError, UsageError, XrankError
@@ -87,7 +89,7 @@ def _details(fit: RecipeFit, model: StoredModel) -> RecipeDetails:
         sizes=dict(fit.sizes),
         tensors=tensors,
         wrong_rules=wrong,
-        unknown=fit.unknown,
+        unknown=[asdict(one) for one in fit.unknown],
         missing=list(found.missing),
         ignored=list(found.ignored),
     )
@@ -108,8 +110,8 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
         tensor, step = error.tensor or fit.found.used[at][0], f"correct the rule in {fit.places[at]}: {error.message}"
     elif fit.unknown:
         one = fit.unknown[0]
-        near = f"; the nearest rule is {one['nearest']}" if one["nearest"] is not None else ""
-        tensor, step = one["name"], f"add a rule for {one['name']} to {name}{near}"
+        near = f"; the nearest rule is {one.nearest}" if one.nearest is not None else ""
+        tensor, step = one.name, f"add a rule for {one.name} to {name}{near}"
     elif fit.found.missing:
         tensor = None
         step = f"add a rule that makes {fit.found.missing[0]} to {name}, or check that the source is whole"

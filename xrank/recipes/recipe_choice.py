@@ -485,9 +485,9 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
 
 
 def _find_repeated(matched: Match) -> tuple[Place, LayoutError] | None:
-    """Return the place of a second rule for one tensor, copies aside, and the error about it; None: there is none.
+    """Return the place of a rule that makes a tensor again, and the error about it; None if there is none.
 
-    Backwards several rules may make parts of one tensor.
+    Rules that copy a tensor do not count. Backwards several rules may make parts of one tensor.
     """
     recipe = matched.recipe
     for name, (first, *others) in ({} if matched.is_reversed else matched.find_places()).items():
@@ -523,6 +523,16 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))
 
 
+class UnknownName(Struct, frozen=True):
+    """Names that no rule of a recipe knows, equal but for their numbers."""
+
+    name: str
+    """The first of them."""
+    count: int
+    nearest: str | None
+    """The recipe's side with the most similar name."""
+
+
 class RecipeFit(Struct, frozen=True, eq=False):
     """A recipe, held against the names and shapes of a source."""
 
@@ -531,9 +541,7 @@ class RecipeFit(Struct, frozen=True, eq=False):
     """The sizes that config.json, the trainer's arguments and the shapes give; without those of wrong rules."""
     wrong: Mapping[Place, XrankError]
     """Place of a rule, as in `Match.used` -> why its tensors do not fit it, or its sides do not fit each other."""
-    unknown: list[dict[str, Any]]
-    """A dict for each group of unknown names that differ only in numbers: "name" is the first name, "count" the number
-    of names, and "nearest" the side of the recipe with the most similar name, or None."""
+    unknown: tuple[UnknownName, ...]
     whole: XrankError | None = None
     """The error of the model as a whole, if each rule fits."""
     renamed: StoredModel | None = None
@@ -565,7 +573,7 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     repeated = _find_repeated(found)
     if repeated is not None:
         wrong[repeated[0]] = repeated[1]
-    unknown = list(_group_unknown(found))
+    unknown = tuple(_group_unknown(found))
     if wrong or not found.fits:
         return RecipeFit(found, sizes, wrong, unknown)
     try:
@@ -595,7 +603,7 @@ def _solve(
             wrong.update(dict.fromkeys(blamed, error))
 
 
-def _group_unknown(found: Match) -> Iterator[dict[str, Any]]:
+def _group_unknown(found: Match) -> Iterator[UnknownName]:
     recipe = found.recipe
     sides = [
         side
@@ -608,4 +616,4 @@ def _group_unknown(found: Match) -> Iterator[dict[str, Any]]:
         kinds.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
     for kind, names in kinds.items():
         near = nearest_text(kind, known)
-        yield {"name": names[0], "count": len(names), "nearest": near and known[near]}
+        yield UnknownName(names[0], len(names), near and known[near])
