@@ -439,6 +439,14 @@ def test_all_model_states_of_another_step_are_told(tmp_path, stage):
     refused(tmp_path / "ahead", ContradictionError, "an earlier step than the optimizer states", "4 or more")
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_beyond_every_float_is_told(tmp_path, stage):
+    write_zero(tmp_path / "run", made_model(), Zero(stage=stage, changed_state={"global_steps": 1 << 2000}))
+    told = inspected(tmp_path / "run")
+    assert "the model states in it are of step 114,813" in told
+    assert ("the optimizer has not taken the 114,813" in told) == (stage == 2)
+
+
 @pytest.mark.parametrize("config", [{"train_batch_size": 16}, {"zero_optimization": {"stage": 1}}])
 def test_model_states_of_another_configuration_are_seen(tmp_path, config):
     kept = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
