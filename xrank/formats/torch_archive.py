@@ -197,13 +197,13 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
     except UnicodeDecodeError:
         raise origin.corrupt("a zip member's name is not UTF-8", got=quote(raw_name)) from None
     # 4.5.3: the extra field contains, in this order, the fields that are all ones in the entry.
-    wide, extra = b"", directory[extra_at : extra_at + extra_nbytes]
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<HH", extra)
+    wide, extra, field = b"", directory[extra_at : extra_at + extra_nbytes], 0
+    while field + 4 <= extra_nbytes:
+        kind, length = struct.unpack_from("<HH", extra, field)
+        field += 4 + length
         if kind == 1:
-            wide = extra[4 : 4 + length]
+            wide = extra[field - length : field]
             break
-        extra = extra[4 + length :]
     values = [nbytes, packed, header]
     for k, value in enumerate(values):
         if value == 0xFFFFFFFF:
