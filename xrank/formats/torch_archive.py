@@ -103,10 +103,11 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     if at != nbytes:
         raise origin.corrupt("the zip directory's size is wrong", got=f"{at} bytes", want=f"{nbytes} bytes")
     entries.sort(key=lambda entry: entry.header)
-    # The local headers, each with the descriptor before it.
-    widest, headers = max(_DESCRIPTORS), [(entry.header, _LOCAL.size + len(entry.raw_name)) for entry in entries]
-    headers.append((offset, 0))
-    spans = ((max(0, at - widest), min(at, widest) + length) for at, length in headers)
+    # First byte and length of each local header. The last row is the directory, where the last member ends.
+    headers = [*((entry.header, _LOCAL.size + len(entry.raw_name)) for entry in entries), (offset, 0)]
+    # Fetch each header with the descriptor before it.
+    widest = max(_DESCRIPTORS)
+    spans = ((max(0, first - widest), min(first, widest) + length) for first, length in headers)
     item.file.prefetch((item.start + first, length) for first, length in spans)
     members: list[ZipMember] = []
     free, raw = 0, b"" if headers[0][0] else item.read(*headers[0])
@@ -118,7 +119,7 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
         free, (next_header, next_nbytes) = payload + entry.nbytes, headers[k + 1]
         descriptor = _DESCRIPTORS.get(next_header - free) if entry.flags & _HAS_DESCRIPTOR else None
         between = 0 if descriptor is None else descriptor.size
-        # One read for what lies between two payloads; others would be refused for their place.
+        # Read the descriptor and the next header at once. A header in another place is refused without reading it.
         raw = item.read(free, between + next_nbytes) if next_header == free + between else b""
         if entry.flags & _HAS_DESCRIPTOR:
             # Compare the whole: a payload that damage moved by a few bytes must not pass as another kind of descriptor.
