@@ -384,13 +384,15 @@ def collect_parts(
                 parts.held.append(_part_of(local_name, file, tensor, index(tensor.key), sizes))
                 parts.tensors.append(tensor)
                 parts.places.append(place)
-    order: dict[str, tuple[int, int]] = {}
     # Virtual chunks alternate over stages: chunk 0 of all stages, then chunk 1.
-    for name in (name for chunk in found.values() for name in chunk):
-        # The embedding first, then layers by number, then the rest; names of one layer keep the files' order.
-        layer_of = LAYER.fullmatch(name)
-        order[name] = (1, int(layer_of[1])) if layer_of else (0 if name.startswith("embedding.") else 2, 0)
-    return {name: by_name[name] for name in sorted(order, key=order.__getitem__)}
+    names = (name for chunk in found.values() for name in chunk)
+    return {name: by_name[name] for name in sorted(names, key=_model_order)}
+
+
+def _model_order(name: str) -> tuple[int, int]:
+    """Sort the embedding first, then layers by number, then the rest; names of one layer keep the files' order."""
+    layer = LAYER.fullmatch(name)
+    return (1, int(layer[1])) if layer else (0 if name.startswith("embedding.") else 2, 0)
 
 
 def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, sizes: ParallelSizes) -> int:
