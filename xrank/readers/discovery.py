@@ -272,7 +272,8 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
         )
     entries = [path, *(os.path.join(at, name) for at in (path, *folders_below) for name in sorted(_list(at)))]
     names = [(place, os.path.basename(place)) for place in entries]
-    found = [(place, kind) for place, name in names for kind in _KINDS if kind.name and re.fullmatch(kind.name, name)]
+    kinds = [(kind, re.compile(kind.name).fullmatch) for kind in _KINDS if kind.name]
+    found = [(place, kind) for place, name in names for kind, fits in kinds if fits(name)]
     if not found:
         # A folder may hold a million files of data, so that only the first ones are opened.
         for file in [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]:
