@@ -158,15 +158,12 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
         more = likewise_text([other for other in unknown if other != name])
-        raise (
-            pieces.by_name[name][0]
-            .held.of(name)
-            .layout(
-                f"a flat parameter contains its elements but not its shape{more}",
-                f"{stop - start} elements",
-                "the tensor's whole shape in a base model",
-                f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-            )
+        subject = pieces.by_name[name][0].held.of(name)
+        raise subject.layout(
+            f"a flat parameter contains its elements but not its shape{more}",
+            f"{stop - start} elements",
+            "the tensor's whole shape in a base model",
+            f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
         )
     return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
 
