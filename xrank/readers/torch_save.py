@@ -214,10 +214,10 @@ class TorchSaveReader:
             if _ONE_OF_SEVERAL.fullmatch(os.path.basename(path)):
                 return "by its name, one of several files"
             own = _PART.fullmatch(os.path.basename(path))
-            beside = places.list_names(os.path.dirname(path) or os.curdir) if own is not None else ()
-            parts = [found for name in beside if own and (found := _PART.fullmatch(name)) and found[2] == own[2]]
-            if len(parts) > 1:  # of one epoch
-                return "one of several parts; its folder is the model"
+            if own is not None:
+                found = map(_PART.fullmatch, places.list_names(os.path.dirname(path) or os.curdir))
+                if sum(other is not None and other[2] == own[2] for other in found) > 1:  # parts of one epoch
+                    return "one of several parts; its folder is the model"
             return None if _is_saved(path) else "not a file of torch.save"
         if places.is_folder(path) and list_models(path):
             return None
