@@ -140,8 +140,9 @@ def describe_states(
     if others:
         more.append(("left-out", f"{len(others)} values that are not tensors were left out: {list_text(others, 8)}"))
     more += records.notes()
-    beside = [state.archive.value for state in states if state.part is not None]
-    saved = beside[0] if len(states) == 1 and beside and isinstance(beside[0], dict) else {}
+    # In a nested dict, the step lies beside the model.
+    beside = states[0].archive.value if len(states) == 1 and states[0].part is not None else None
+    saved = beside if isinstance(beside, dict) else {}
     return StoredModel(
         format=format_name,
         path=path,
@@ -391,6 +392,8 @@ class BinFolderReader:
             notes += stale_index_notes(folder, _INDEX_NAME, index)
             notes += note_left_out(filter(_BESIDE_BIN.fullmatch, set(places.list_names(folder)) - set(names)))
         model = describe_states(self.name, path, states, hints, notes)
-        # Each tied tensor once.
+        if index is None:
+            return model
+        # An index counts each tied tensor once.
         nbytes = sum(prod(s.shape) * dtype(s.dtype).nbytes for s in model.shards if s.name not in model.aliases)
-        return model if index is None else replace(model, notes=(*model.notes, *index.notes(nbytes)))
+        return replace(model, notes=(*model.notes, *index.notes(nbytes)))
