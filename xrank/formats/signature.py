@@ -36,7 +36,7 @@ _MAX_NBYTES = 2 * 2**30
 
 def read_signing_key(path: str) -> EllipticCurvePrivateKey:
     """Return a private key in PEM; one that is unreadable, has a password, or is of another kind is a UsageError."""
-    key: EllipticCurvePrivateKey = _read_key(path, "private", None)
+    key: EllipticCurvePrivateKey = _read_key(path, "private")
     return key
 
 
@@ -46,20 +46,24 @@ def read_public_key(path: str) -> EllipticCurvePublicKey:
     return key
 
 
-def _read_key(path: str, kind: str, *password: None) -> Any:
+def _read_key(path: str, kind: str) -> Any:
     require("cryptography", "a signature")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    is_private = kind == "private"
     try:
         with open(path, "rb") as file:
-            key = getattr(serialization, f"load_pem_{kind}_key")(file.read(), *password)
-        got = type(key).__name__
-        if isinstance(key, getattr(ec, f"EllipticCurve{kind.title()}Key")) and key.curve.name in _CURVES:
+            data = file.read()
+        key: Any = (
+            serialization.load_pem_private_key(data, None) if is_private else serialization.load_pem_public_key(data)
+        )
+        if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) and key.curve.name in _CURVES:
             return key
+        got = type(key).__name__
     except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
         got = str(error)
-    name = "sign" if kind == "private" else "public_key"
+    name = "sign" if is_private else "public_key"
     raise UsageError(
         f"{option(name)} must be an elliptic curve's {kind} key",
         file=path,
