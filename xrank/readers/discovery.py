@@ -120,7 +120,7 @@ def find_plugins() -> list[tuple[str, str, str | None]]:
 
 
 def _load_all() -> Iterator[tuple[str, EntryPoint, Reader | None, str | None]]:
-    """Yield package, entry point and reader; or None and the reason in one line."""
+    """Yield (package, entry point, reader, None); for a reader that does not load, None and the reason in one line."""
     from importlib.metadata import entry_points  # slow, because it imports the email package
 
     for point in entry_points(group=GROUP):

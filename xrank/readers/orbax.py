@@ -515,7 +515,7 @@ def _locate(
 
 
 class _Records(Records):
-    """Files and records, of which some lie encoded in their file, or in metadata."""
+    """Files and records; a record may be compressed in its file, or lie in the metadata."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

@@ -361,7 +361,10 @@ def note_bare_files(paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> list[tuple[str, str]]:
-    """Return a note on the names, by path, that frameworks do not write into pickles (`Pickled.foreign`), or none."""
+    """Return a note on classes and functions that frameworks do not write into pickles, or none.
+
+    `found` has the `Pickled.foreign` of each file by path.
+    """
     places = {name: (path, at) for path, names in reversed([*found.items()]) for name, at in names.items()}
     if not places:
         return []

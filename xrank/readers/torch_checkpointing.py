@@ -68,7 +68,7 @@ class ItemMetadata(Struct, frozen=True):
 
 
 def read_metadata(folder: str) -> tuple[int | None, dict[str, ItemMetadata]]:
-    """Return the world size and the items in the metadata of a checkpoint; None and none if it has no metadata."""
+    """Return the world size and the items that a checkpoint's metadata record; (None, {}) without metadata."""
     path = os.path.join(folder, METADATA)
     if not places.is_present(path):
         return None, {}

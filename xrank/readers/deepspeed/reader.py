@@ -327,7 +327,7 @@ class Content(Struct, frozen=True):
     """The tensors of a checkpoint."""
 
     modules: Modules
-    """A pipeline's have all layers' tensors without fp32 weights; the state is the first stage's, with all names."""
+    """For a pipeline, the tensors of all layers without fp32 weights, and the first stage's state with all names."""
     trained: Mapping[str, StoredShard]
     """The fp32 weights."""
     partitions: Partitions | None

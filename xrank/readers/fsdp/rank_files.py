@@ -244,7 +244,7 @@ _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("
 
 
 class DTensors:
-    """Reads the DTensors of one rank's file, and their meshes; one that many tensors share is read once."""
+    """Reads the DTensors of one rank's file. A mesh that many of them share is read once."""
 
     def __init__(self, archive: TorchArchive, rank: int) -> None:
         self._archive = archive
@@ -482,7 +482,10 @@ class FsdpRankFile(Struct, frozen=True):
 
 
 def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRankFile:
-    """Return the content of a rank's file; dots join the names in nested state dicts, if these are allowed."""
+    """Return the content of a rank's file.
+
+    If the state dict may be nested (`is_nested`), dots join the names of the dicts around a tensor with its own name.
+    """
     archive = read_archive(path, rank=rank)
     origin = Origin(path, rank)
     state = archive.value

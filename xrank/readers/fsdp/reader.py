@@ -285,7 +285,7 @@ class _RanksReader:
 
     name: str
     pattern: re.Pattern[str]
-    """Names of the files. The first number tells models apart, the second one is the rank."""
+    """Names of the files. Group 1 differs between models or runs in one folder; group 2 is the rank."""
     example: str
 
     def recognise(self, path: str) -> str | None:

@@ -221,8 +221,8 @@ def check_placeholders(
     """Refuse float tensors of shape [0], which ZeRO-3 leaves if a rank saves a model whose weights it does not hold.
 
     Without ZeRO's files beside them, a few are a model's own empty tensors, unless they have the name of a module's
-    parameter: ZeRO-3 leaves a placeholder for each large parameter. Returns a note on those. `kinds` are the tensors'
-    dtypes and shapes, by name; the base model in the hints may have such a tensor.
+    parameter: ZeRO-3 leaves a placeholder for each large parameter. Returns a note on empty tensors that are not
+    refused. `kinds` are the tensors' dtypes and shapes, by name; the base model in the hints may have such a tensor.
     """
     is_float = {name: dtypes.dtype(kind).is_float for name, (kind, _) in kinds.items()}
     empty = [

@@ -1,4 +1,4 @@
-"""A live model: each rank's own part, its description for the other ranks, and the whole that descriptions give.
+"""A live model: each rank's own part, the part's description for other ranks, and the model that all of them describe.
 
 In the stored model that `read_ranks` returns, each record is one rank's view, and each file stands for one rank's
 memory.

@@ -201,7 +201,8 @@ def count_experts(names: Iterable[str]) -> int:
 def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
     """Return a tensor's name in the whole model, and whether it belongs to one expert.
 
-    The name counts layers in the chunk of their stage, and experts on their rank, which begin at these numbers.
+    The given name counts the layers of its chunk and the experts of its rank from 0. In the whole model, the chunk
+    begins with `first_layer`, and the rank with `first_expert`.
     """
     found = LAYER.fullmatch(name)
     if found is not None:
