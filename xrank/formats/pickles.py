@@ -349,8 +349,9 @@ def find_foreign_names(
 ) -> dict[Name, int]:
     """Return the names that no framework writes, each with the byte of the pickle that names it first.
 
-    A pickle that discards the result of a call, or a name outside the list, is unsafe. `calls` are without those that
-    became plain values, whose names are `built`; `roots` are the pickle's value, and what was dropped from it.
+    A pickle that discards the result of a call, or a name outside the list, is unsafe. `built` are the names of the
+    calls that became plain values, and `calls` are the others. `roots` are the pickle's value, and what was dropped
+    from it.
     """
     calls = list(calls)
     foreign = {name: at for name, at in named.items() if not is_known(name)}

@@ -653,7 +653,7 @@ class TorchArchive(Struct, frozen=True):
 def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
     """Read the structure of a ``torch.save`` archive, which a rank wrote, if one is given.
 
-    Errors are a reader's, and a UsageError for an undamaged file whose tensors safetensors cannot hold.
+    Errors as in `Reader.read`, and a UsageError for an undamaged file whose tensors safetensors cannot hold.
     """
     with open_regular(path, rank) as file:
         refuse_pointer(file)
