@@ -115,6 +115,9 @@ def test_what_is_known_above_fills_what_is_absent() -> None:
     )  # fmt: skip
     error.advise("third")
     assert error.next_step == "third" and error.args == ("w: is wrong",)
+    short = UsageError("the sharding is wrong")
+    short.about("t")  # the message begins with the same letter
+    assert short.message == "t: the sharding is wrong"
 
 
 def test_a_public_function_names_its_own_arguments() -> None:

@@ -272,7 +272,7 @@ class XrankError(Exception):
 
         The message then begins with `subject`, unless it does so already.
         """
-        if subject and not self._message.startswith(subject):
+        if subject and not self._message.startswith((f"{subject} ", f"{subject}:", f"{subject},")):
             self._message = f"{subject}: {self._message}"
             self.args = (Text(self._message),)
         self.tensor = tensor if self.tensor is None else self.tensor

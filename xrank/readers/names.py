@@ -315,7 +315,7 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
         here = _find_part(tree, here, wanted)
         above = top
         while above.keys != here.keys:
-            # What lies beside the keys that lead to the part.
+            # At each level on the way to the part, what lies beside it.
             beside = {branch.keys: branch for branch in above.split()}
             above = beside.pop(here.keys[: len(above.keys) + 1])
             parts += [_summarise(tree, each.keys, each.tensors) for each in beside.values() if each.tensors]

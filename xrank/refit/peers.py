@@ -647,7 +647,7 @@ class TrainerRanks:
     def find_late(self, step: int) -> list[PeerRank]:
         """Return the ranks that do not show a step yet; raise if a rank has ended, or failed or left the step.
 
-        Of several failures this raises the one that the others follow from, as far as this can be seen.
+        Of several failures this raises their cause, as far as it can be seen, rather than one that follows from it.
         """
         late: list[PeerRank] = []
         reported: list[XrankError] = []

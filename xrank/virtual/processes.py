@@ -191,8 +191,10 @@ class _Host:
 
     def _find_deadlock(self) -> Mapping[int, DeviceWait]:
         """Return the waits that no message can end."""
-        # A wait that is over by now is not among them: its message was sent after its source had told of a wait, which
-        # thus was over as well, and so on; so the first of such waits ended by a message that the counts do show.
+        # The counts of sent messages may be old, but not so old that a wait that is over seems endless. Say that they
+        # lack the message that ended it. Then its source sent the message after it had told of a wait of its own, so
+        # that wait is over too. The same holds for that source, and so on back to a first wait, whose message is
+        # counted.
         sent = {HOST: {device: end.sent.messages for device, end in self._links.outgoing.items()}}
         sent |= {device: wait.sent for device, wait in self._waits.items()}
         sent |= {d: {to: count.messages for to, count in word.sent.items()} for d, word in self._finished.items()}

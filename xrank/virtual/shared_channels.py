@@ -170,7 +170,7 @@ class ArrayArena:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWait:
-    """A device's wait for a message, as it tells the host; None tells it that the wait is over."""
+    """A device's wait for a message, which it reports to the host. It reports None when the wait is over."""
 
     source: int
     message: str
