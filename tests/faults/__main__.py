@@ -25,6 +25,7 @@ _Part = Callable[[Path, int, int], Findings]
 PARTS: dict[str, tuple[str, str, int]] = {
     "texts": ("texts", "fuzz_texts", 300_000),
     "documents": ("documents", "fuzz_documents", 300_000),
+    "pickles": ("pickles", "fuzz_pickles", 300_000),
     "commands": ("commands", "fuzz_commands", 6_000),
     "corruptions": ("corruptions", "corrupt_sources", 6_000),
     "kills": ("stops", "kill_jobs", 2_500),
@@ -35,7 +36,7 @@ PARTS: dict[str, tuple[str, str, int]] = {
     "images": ("images", "lose_images", 300),
 }
 """Part -> module, function, and how much `make faults` tries."""
-_UNPRIVILEGED = ("texts", "documents", "commands")
+_UNPRIVILEGED = ("texts", "documents", "pickles", "commands")
 _MAX_NBYTES = 3 << 30
 
 

@@ -23,7 +23,7 @@ from xrank.commands.gather import gather_checkpoint
 from xrank.commands.verify import verify_model
 from xrank.errors import XrankError
 
-__all__ = ["corrupt_sources"]
+__all__ = ["SOURCES", "corrupt_sources"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Source:
 def corrupt_sources(folder: Path, seed: int, count: int) -> Findings:
     """Damage sources and outputs so often, gather or verify each, and compare what comes out."""
     findings = Findings()
-    sources = [(source, *_made(folder, source)) for source in _SOURCES]
+    sources = [(source, *_made(folder, source)) for source in SOURCES]
     out, shown = folder / "out", {"out": folder / "model"}
     gather_checkpoint(folder / "workspace", shown["out"], max_shard_size="600", recipe="none")
     for number in range(seed, seed + count):
@@ -220,7 +220,7 @@ def _megatron(write: Callable[..., Path], folder: Path) -> None:
     write_config(folder, run)
 
 
-_SOURCES = (
+SOURCES = (
     Source("workspace", leave),
     Source("DCP", _save_dcp, (".metadata",)),
     Source("ZeRO-3", lambda folder: write_zero(folder, made_model(), Zero(stage=3, num_ranks=2))),

@@ -29,9 +29,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import xrank
+from tests.faults.feeding import Target, feed_targets
 from tests.faults.findings import Findings
 from tests.faults.mutation import change_value, write_json
-from tests.faults.texts import Target, feed_targets
 from xrank.commands.signing import check_signature
 from xrank.errors import IncompleteError
 from xrank.formats import signature

@@ -34,7 +34,7 @@ from xrank.storage import disk as disk_calls
 
 pytestmark = pytest.mark.timeout(240)
 
-_COUNTS = {"texts": 500, "documents": 600, "commands": 25}
+_COUNTS = {"texts": 500, "documents": 600, "pickles": 600, "commands": 25}
 
 
 @pytest.mark.parametrize("part", [*_COUNTS])
