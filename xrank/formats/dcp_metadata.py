@@ -403,11 +403,11 @@ class _MetadataReader(PickleReader):
 
     def reduce(self, operands: tuple[object, object]) -> object:
         """Make the record of a call, of a class that is written there: the result may be discarded unseen."""
-        target = operands[0]
-        if isinstance(target, InertRecord) and not is_known((target.module, target.name)):
-            name = quote(f"{target.module}.{target.name}")
+        made = self.call(operands)
+        if isinstance(made, InertRecord) and not is_known((made.module, made.name)):
+            name = quote(f"{made.module}.{made.name}")
             raise self.origin.unsafe(f"the pickle runs {name}, which no framework writes there", got=name)
-        return self.call(operands)
+        return made
 
     def build(self, operands: tuple[object, object]) -> object:
         """Set a state; of a tensor, turn the pieces into arrays."""

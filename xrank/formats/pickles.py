@@ -211,6 +211,24 @@ def _build_complex(args: tuple[object, ...]) -> object:
     return NotImplemented
 
 
+def _build_member(args: tuple[object, ...]) -> object:
+    """Return the record of what a ``getattr`` names of a class that frameworks write; or NotImplemented.
+
+    Python 3.11.0 to 3.11.3 name an enum's members so (Lib/enum.py: Enum.__reduce_ex__), others call the enum with their
+    value. Protocol 2 has no other way to name a nested class (Lib/pickle.py: save_global); torch has one such class.
+    """
+    match args:
+        case (InertRecord(module=module, name="ShardedTensor", args=None), "ProcessGroupState" as inner) if (
+            module == "torch.distributed._shard.sharded_tensor.api"
+        ):
+            return InertRecord(module, f"ShardedTensor.{inner}")
+        case (InertRecord(module=module, name=name, args=None), str(member)) if is_known(
+            (module, name)
+        ) and not member.startswith("_"):
+            return InertRecord(module, name, (member,))
+    return NotImplemented
+
+
 # Protocol 2 writes Python 2's name of the builtins module (Lib/_compat_pickle.py).
 PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
     ("collections", "OrderedDict"): lambda args: NotImplemented if args else OrderedDict(),
@@ -223,6 +241,7 @@ PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
             ("frozenset", _collection_builder(frozenset)),
             ("bytes", lambda args: NotImplemented if args else b""),
             ("complex", _build_complex),
+            ("getattr", _build_member),
         )
     },
 }

@@ -471,20 +471,6 @@ def element_type(name: str, origin: Origin, tensor: str | None = None) -> str:
         raise
 
 
-def _build_nested_class(args: tuple[object, ...]) -> object:
-    """Return the record of a nested class from the arguments of a ``getattr``; or NotImplemented.
-
-    Protocol 2 has no other way to name it (Lib/pickle.py: save_global). torch saves objects of one such class; other
-    names are not accepted.
-    """
-    match args:
-        case (InertRecord(module=module, name="ShardedTensor" as name, args=None), "ProcessGroupState" as inner) if (
-            module == "torch.distributed._shard.sharded_tensor.api"
-        ):
-            return InertRecord(module, f"{name}.{inner}")
-    return NotImplemented
-
-
 class _Storage(InertRecord, eq=False):
     """A storage that a tensor will view; otherwise it stays in the tree as an inert record."""
 
@@ -511,8 +497,6 @@ class TensorRebuilder(Struct, frozen=True):
                 _parameter(args[:3]) if len(args) == 4 and _is_plain_state(args[3]) else NotImplemented
             ),
             ("torch._tensor", "_rebuild_from_type_v2"): self._rebuild_with_state,
-            ("__builtin__", "getattr"): _build_nested_class,
-            ("builtins", "getattr"): _build_nested_class,
         }
 
     def load_storage(self, saved_id: object) -> object:

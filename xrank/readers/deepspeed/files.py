@@ -560,6 +560,10 @@ def _numbers(value: object, what: str, origin: Origin) -> tuple[int, ...]:
     return numbers
 
 
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Names of ZeroStageEnum's members."""
+
+
 def _stage_of(value: object, origin: Origin) -> int | None:
     match value:
         case None:
@@ -567,6 +571,8 @@ def _stage_of(value: object, origin: Origin) -> int | None:
         # A member of deepspeed.runtime.zero.config.ZeroStageEnum; older versions write a number.
         case InertRecord(name="ZeroStageEnum", args=(int(stage),)) | int(stage):
             return int(stage)
+        case InertRecord(name="ZeroStageEnum", args=(str(member),)) if member in _STAGES:
+            return _STAGES.index(member)
     raise origin.corrupt("its zero_stage is not a stage", ascii(value)[:200])
 
 
