@@ -9,7 +9,8 @@ import pytest
 
 from tests.engine.engine_cases import MemorySource
 from tests.open_files import open_files
-from xrank.engine.buffers import FileSource, FileTarget, MemoryTarget, NullTarget
+from xrank import system
+from xrank.engine.buffers import FileSource, FileTarget, MemoryTarget, NullTarget, Stretches, read_stretches
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
@@ -82,6 +83,48 @@ def test_a_file_that_is_cut_while_it_is_open(source, one_file):
     assert (caught.value.got, caught.value.want[:9]) == ("50 bytes", "100 bytes")
     with pytest.raises(ContradictionError, match="changed"):
         source.check_unchanged()
+
+
+def stretches_of(rows: list[tuple[int, int, int, int]]) -> Stretches:
+    return Stretches(*(int_array(row[i] for row in rows) for i in range(4)))
+
+
+def test_neighbours_are_read_together(tmp_path, monkeypatch):
+    """Short stretches by one read for as many as fit the buffer, long ones by reads of their own."""
+    rng = random.Random(20261129)
+    paths = [tmp_path / name for name in "ab"]
+    content = [rng.randbytes(300_000) for _ in paths]
+    for path, data in zip(paths, content, strict=True):
+        path.write_bytes(data)
+    reads = []
+    read_at = system.read_at
+    monkeypatch.setattr(system, "read_at", lambda fd, into, at: reads.append((at, len(into))) or read_at(fd, into, at))
+    # The last but one lies apart, the last one is long.
+    records = [(i % 2, 100 + i // 2 * 300, 200) for i in range(400)] + [(0, 150_000, 10), (1, 150_000, 20_000)]
+    source = FileSource(model_of(paths, records))
+    rows = [(record, 5, 0, nbytes - 5) for record, (_, _, nbytes) in enumerate(records)]
+    rng.shuffle(rows)
+    place = 0
+    for i, (record, start, _, nbytes) in enumerate(rows):
+        rows[i] = record, start, place, nbytes
+        place += nbytes
+    window = memoryview(bytearray(place))
+    read_stretches(source, stretches_of(rows), window, memoryview(bytearray(40_960)))
+    for record, start, place, nbytes in rows:
+        file, offset, _ = records[record]
+        assert window[place : place + nbytes] == content[file][offset + start : offset + start + nbytes]
+    assert len(reads) == 2 * 3 + 2 and max(nbytes for _, nbytes in reads) <= 40_960
+    source.close()
+
+
+def test_a_file_that_ends_among_neighbours_is_named_with_the_byte(tmp_path, one_file):
+    source = FileSource(model_of([one_file], [(0, 60, 20), (0, 80, 10), (0, 98, 10)]))
+    window = memoryview(bytearray(40))
+    with pytest.raises(CorruptError, match=r"ends before byte 100\n") as caught:
+        rows = [(2, 0, 0, 10), (1, 0, 10, 10), (0, 0, 20, 20)]
+        read_stretches(source, stretches_of(rows), window, memoryview(bytearray(4096)))
+    assert caught.value.got == "100 bytes"
+    source.close()
 
 
 def rewrite(path):

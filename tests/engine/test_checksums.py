@@ -5,10 +5,12 @@ import random
 import threading
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xrank.engine.buffers import Stretches
 from xrank.engine.windows import RecordChecksums
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable
@@ -121,6 +123,41 @@ def test_missing_names_only_what_it_is_asked_for():
     assert checksums.missing([0]) == [(0, 0, 10)]
     assert checksums.missing([1]) == [(1, 0, 5), (1, 7, 9)]
     assert checksums.missing([]) == []
+
+
+def test_stretches_of_a_window_count_as_pieces_do():
+    rng = random.Random(20261129)
+    for _ in range(200):
+        records = [rng.randbytes(rng.randint(1, 60)) for _ in range(6)]
+        left_open = np.array([rng.random() < 0.3 for _ in records]) if rng.random() < 0.5 else None
+        crcs = [NO_CHECKSUM if rng.random() < 0.2 else zlib.crc32(record) for record in records]
+        one, other = (RecordChecksums(table_of(records, crcs), refuse, left_open=left_open) for _ in range(2))
+        pieces = [(i, 0, len(record)) for i, record in enumerate(records) if rng.random() < 0.5]
+        pieces += rng.choices(random_cuts(rng, records), k=5)
+        window = b"".join(records[i][a:b] for i, a, b in pieces)
+        sizes = [b - a for _, a, b in pieces]
+        columns = (
+            [i for i, _, _ in pieces],
+            [a for _, a, _ in pieces],
+            [sum(sizes[:i]) for i in range(len(sizes))],
+            sizes,
+        )
+        one.add_all(Stretches(*map(int_array, columns)), memoryview(window))
+        add(other, records, pieces)
+        assert one.num_checked == other.num_checked
+        assert one.missing(range(6)) == other.missing(range(6))
+        assert one.take_parts(range(6)) == other.take_parts(range(6))
+
+
+def test_the_first_wrong_stretch_of_a_window_is_reported():
+    records = [bytes([i] * 4) for i in range(4)]
+    reported = []
+    checksums = RecordChecksums(right(records), lambda *report: reported.append(report))
+    window = b"".join(records[i] for i in (3, 0, 1)) + b"else" + b"more"
+    rows = int_array([3, 0, 1, 2, 0]), int_array([0] * 5), int_array(range(0, 20, 4)), int_array([4] * 5)
+    checksums.add_all(Stretches(*rows), memoryview(window))
+    assert reported == [(2, zlib.crc32(b"else"))]
+    assert checksums.num_checked == 4
 
 
 def test_many_threads():

@@ -47,9 +47,10 @@ def no_thread_outlives_a_test():
     assert set(threading.enumerate()) <= before
 
 
-@pytest.fixture
-def small_windows(monkeypatch):
-    """Make windows of 512 bytes, so that small tensors cross many."""
+@pytest.fixture(params=["one by one", "as a table"])
+def small_windows(monkeypatch, request):
+    """Make windows of 512 bytes, so that small tensors cross many; their copies are few, or seem to be many."""
+    monkeypatch.setattr(windows, "_MANY_COPIES", 16 if request.param == "one by one" else 0)
     for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
 

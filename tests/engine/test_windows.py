@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.engine.engine_cases import MadeModel, add_random, lay_out, outputs_of, pairs_of
+from tests.engine.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of, pairs_of
 from xrank import dtypes
 from xrank.engine import windows
 from xrank.engine.planner import Copies, FilePlan, TensorPlan, make_plan
@@ -111,6 +111,32 @@ def test_cut_yields_what_lies_in_a_range(small_windows):
             )
 
 
+def test_stretches_are_the_bytes_of_straight_tensors(small_windows, monkeypatch):
+    """In tables of a bounded size, for windows that cut tensors anywhere; other tensors have none."""
+    monkeypatch.setattr(windows, "_MOST_STRETCHES", 4)
+    rng = random.Random(20261129)
+    num_straight = num_tables = 0
+    for _ in range(200):
+        made = MadeModel()
+        for name in "abc":
+            shape = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
+            add_random(made, rng.randint, name, shape, num_cuts=4)
+        (output,) = lay_out(outputs_of(made))
+        file = FileWindows(make_plan(made.in_memory(), [output]).files[0], 0)
+        whole = expected_file(output, made.whole)
+        for one in file.runs(2, 2):
+            found, portions, first = {}, list(file.portions(one)), file.span(one)[0]
+            for table in file.stretches(portions):
+                num_tables += 1
+                for record, start, place, nbytes in zip(*(column.tolist() for column in table), strict=True):
+                    assert nbytes > 0
+                    found.update((place + i, made.records[record][start + i]) for i in range(nbytes))
+            straight = [portion for portion in portions if file.is_straight(portion.tensor)]
+            num_straight += len(straight)
+            assert found == {i: whole[first + i] for portion in straight for i in range(portion.start, portion.stop)}
+    assert num_straight > 300 and num_tables > num_straight // 4
+
+
 def test_few_prepared_tensors_are_kept():
     file = file_of([("U8", (1,))] * 1000)
     for i in range(1000):
@@ -145,4 +171,4 @@ def test_records_are_those_of_copies_and_replicas():
     made.add("unused", "U8", (4,), memoryview(whole.randbytes(4)), [(0, [row])])
     made.add("a", "U8", (4,), memoryview(whole.randbytes(4)), [(1, [row]), (0, [row])])
     plan = make_plan(made.in_memory(), lay_out(outputs_of(made)[1:]))
-    assert FileWindows(plan.files[0], 0).records == [1, 2]
+    assert FileWindows(plan.files[0], 0).records.tolist() == [1, 2]

@@ -13,10 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from xrank import system
 from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError, option
+from xrank.layout.nest_table import IntArray
 from xrank.layout.stored_model import SourceFile, StoredModel
 from xrank.system import c_function
 
@@ -33,6 +37,12 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 _WRITEBACK_NBYTES = 8 << 20
 
+SMALLEST_SHARED_NBYTES = 64 << 10
+"""Smallest shared piece; a shorter one is written faster than shared."""
+_SHORT_NBYTES = 16 << 10
+"""Longest stretch of a file that is read together with its neighbours, and then copied to its place."""
+_GAP_NBYTES = 4 << 10
+"""Gaps up to this size between short stretches are read through."""
 _WRITE_NBYTES = 128 << 10
 """Bytes of one write call to a disk. ext4 allocates a cache folio of that size. The largest folios (1 MiB) come from
 idle memory, which the host of a virtual machine has taken back and returns at four times the cost."""
@@ -78,6 +88,25 @@ class PlacingTarget(Target, Protocol):
         """Take what was put in the memory for these bytes."""
 
 
+class Stretches(NamedTuple):
+    """Bytes of records, each with a place in a window; columns of one length."""
+
+    record: IntArray
+    start: IntArray
+    """First byte of the record."""
+    place: IntArray
+    """First byte of the window."""
+    nbytes: IntArray
+
+
+def read_stretches(source: Source, stretches: Stretches, window: memoryview, staging: memoryview) -> None:
+    """Fill the places of stretches; neighbours in one file are read together, by way of the staging buffer."""
+    if isinstance(source, FileSource):
+        stretches = source.read_neighbours(stretches, window, staging)
+    for record, start, place, nbytes in zip(*(column.tolist() for column in stretches), strict=True):
+        source.read_into(record, start, window[place : place + nbytes])
+
+
 class FileSource:
     """Reads the records of a stored model; keeps a bounded number of files open.
 
@@ -87,8 +116,9 @@ class FileSource:
 
     def __init__(self, model: StoredModel) -> None:
         self._files = model.files
-        self._record_files: Sequence[int] = model.records.file.tolist()
-        self._record_offsets: Sequence[int] = model.records.offset.tolist()
+        self._records = model.records
+        self._record_files = model.records.file.data  # whose numbers come faster than an array's
+        self._record_offsets = model.records.offset.data
         self._open: OrderedDict[int, int] = OrderedDict()
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -128,6 +158,41 @@ class FileSource:
         data = staging[:nbytes]
         self.read_into(record, start, data)
         return data
+
+    def read_neighbours(self, stretches: Stretches, window: memoryview, staging: memoryview) -> Stretches:
+        """Read short stretches that lie close together in a file; return the others."""
+        longest = min(_SHORT_NBYTES, len(staging) // 2)
+        file, offset = self._records.file[stretches.record], self._records.offset[stretches.record] + stretches.start
+        order = np.lexsort((offset, file))
+        order = order[stretches.nbytes[order] <= longest]
+        file, offset, place, nbytes = (each[order] for each in (file, offset, stretches.place, stretches.nbytes))
+        ends, stops = offset + nbytes, place + nbytes
+        is_apart = (file[1:] != file[:-1]) | (offset[1:] - ends[:-1] > _GAP_NBYTES)
+        is_left = np.ones(len(stretches.record), np.bool_)
+        for first, last in pairwise([0, *(np.flatnonzero(is_apart) + 1).tolist(), len(order)]):
+            while last - first > 1:
+                # Whatever begins before the limit ends in the staging buffer.
+                limit = offset[first] + len(staging) - longest
+                run = slice(first, first + int(np.searchsorted(offset[first:last], limit, "right")))
+                data = staging[: int(ends[run].max() - offset[first])]
+                if self._read_whole(int(file[first]), int(offset[first]), data):
+                    columns = (place[run], stops[run], offset[run] - offset[first], ends[run] - offset[first])
+                    for low, high, a, b in zip(*(column.tolist() for column in columns), strict=True):
+                        window[low:high] = data[a:b]
+                    is_left[order[run]] = False
+                first = run.stop
+        return Stretches(*(column[is_left] for column in stretches))
+
+    def _read_whole(self, file: int, offset: int, into: memoryview) -> bool:
+        """Fill memory with a file's bytes; return False if that fails, in which case record by record tells why."""
+        fd = self._take(file)
+        try:
+            with contextlib.suppress(OSError):
+                while into and (n := system.read_at(fd, into, offset)):
+                    into, offset = into[n:], offset + n
+        finally:
+            self._leave(file)
+        return not into
 
     @contextmanager
     def place(self, record: int) -> Iterator[tuple[int, int, int]]:
@@ -269,8 +334,6 @@ with contextlib.suppress(ImportError):  # Windows has no such module, and no req
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _BLOCK_NBYTES = 4096
-SMALLEST_SHARED_NBYTES = 64 << 10
-"""Smallest shared piece; a shorter one is written faster than shared."""
 _NEVER = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EACCES}
 _NOT_HERE = {errno.EINVAL, errno.ETXTBSY, errno.EISDIR}
 

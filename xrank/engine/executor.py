@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Literal, cast
 from weakref import WeakValueDictionary
 
+import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -22,7 +23,9 @@ from xrank.engine.buffers import (
     SharedExtents,
     SharedRun,
     Source,
+    Stretches,
     Target,
+    read_stretches,
     take_memory,
 )
 from xrank.engine.casts import (
@@ -225,20 +228,24 @@ class Worker:
         header = file.plan.output.header[first:last]
         self._window[: len(header)] = header
         done = len(header)
-        runs: list[SharedRun] = []
-        for portion in file.portions(windows):
-            tensor = file.prepare(portion.tensor)
+        portions = list(file.portions(windows))
+        has_many = file.has_many(portions)
+        runs = self._copy_straight(file, portions, job.early) if has_many else []
+        for portion in portions:
+            plan = file.plan.tensors[portion.tensor]
             part = self._window[portion.start : portion.stop]
             # No copy fills padding, so a padded tensor is cleared before its elements are copied.
-            self._clear(done, portion.stop if tensor.plan.output.is_padded else portion.start)
+            self._clear(done, portion.stop if plan.output.is_padded else portion.start)
             done = portion.stop
-            if tensor.plan.update is not None:
-                self._merge(self._shared.find_merged(file.index, portion.tensor, tensor.plan), portion, part)
-            else:
+            if plan.update is not None:
+                self._merge(self._shared.find_merged(file.index, portion.tensor, plan), portion, part)
+            elif not has_many or not file.is_straight(portion.tensor):
                 there = {read.place - portion.start for read in job.early if read.place is not None}
-                straight = self._fill(tensor, portion.low, portion.high, part, there)
+                straight = self._fill(file.prepare(portion.tensor), portion.low, portion.high, part, there)
                 runs += (run._replace(start=portion.start + run.start) for run in straight)
-            width = dtypes.dtype(tensor.plan.output.dtype).nbytes
+            elif len(plan.replicas):
+                self._compare(file.prepare(portion.tensor), portion.low, portion.high, part)
+            width = dtypes.dtype(plan.output.dtype).nbytes
             trailer = file.add(portion.tensor, portion.low * width, part)
             if trailer is not None:
                 self._shared.write_late(file, trailer)
@@ -255,6 +262,20 @@ class Worker:
             for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
                 self._shared.target.write(file.index, first + start, self._window[start:stop])
         self._shared.job_done(job, nbytes, self._staging)
+
+    def _copy_straight(self, file: FileWindows, portions: Sequence[Portion], early: Sequence[Read]) -> list[SharedRun]:
+        """Fill the parts of straight tensors in the run of windows; return unchanged runs of bytes."""
+        runs: list[SharedRun] = []
+        there = np.array([read.place for read in early if read.place is not None], np.int64)
+        for stretches in file.stretches(portions):
+            is_left = ~np.isin(stretches.place, there) if len(there) else slice(None)
+            left = Stretches(*(column[is_left] for column in stretches))
+            read_stretches(self._shared.source, left, self._window, self._staging)
+            self._shared.checksums.add_all(stretches, self._window)
+            for row in np.flatnonzero(stretches.nbytes >= SMALLEST_SHARED_NBYTES).tolist():
+                record, start, place, nbytes = (int(column[row]) for column in stretches)
+                runs.append(SharedRun(place, nbytes, record, start))
+        return runs
 
     def _clear(self, start: int, stop: int) -> None:
         """Zero bytes of an earlier window that this one does not fill."""
@@ -317,6 +338,13 @@ class Worker:
                     copy_cast(values, dtype, part, plan.output.dtype, tile.target, tile.loops)
                 except CastOverflowError as overflow:
                     raise overflow_error(plan, int(plan.copies.rank[row]), overflow.value) from None
+        self._compare(tensor, low, high, part)
+        return runs
+
+    def _compare(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
+        """Compare all replicas of elements [low, high) of a tensor with `part`."""
+        plan = tensor.plan
+        width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.replicas.cut(low, high):
             different = 0
             for tile, data in self._tiles(record, nest, width):
@@ -330,7 +358,6 @@ class Worker:
                 raise difference_error(self._shared.plan, plan, row, self._shared.source)
             if different:
                 self._shared.differs(plan.output.name, int(plan.replicas.rank[row]), different)
-        return runs
 
     def _tiles(self, record: int, nest: Nest, width: int) -> Iterator[tuple[Tile, memoryview]]:
         """Yield a nest's tiles, each with its bytes, which stay valid until the next."""

@@ -159,18 +159,23 @@ def make_plan(
     """
     shards = {shard.name: shard for shard in source.shards}
     whole: dict[str, tuple[Copies, Copies, dict[int, str]]] = {}
+    # By the ids of tables that the source keeps: readers give tensors alike the same ones.
+    alike: dict[tuple[int, int, tuple[int, ...]], tuple[Copies, Copies, CoverageFault | None]] = {}
 
     def plan_tensor(output: OutputTensor) -> TensorPlan:
         shard = shards[output.name]
         ties = [shards[name] for name in (tied or {}).get(output.name, ())]
         _check_types(shard, output)
         if output.name not in whole:
-            copies, replicas = divide_replicas(shard, source)
+            kind = id(shard.rank), id(shard.nests), shard.shape
+            if kind not in alike:
+                alike[kind] = _divide_rows(shard)
+            copies, replicas = _take_records(shard, source, *alike[kind])
             others: dict[int, str] = {}
             for other in ties:
                 replicas = _join_copies(replicas, _collect_tied_copies(shard, other, source))
                 others.update((record, other.name) for record in other.record.tolist())
-            for record in shard.record.tolist():
+            for record in shard.record.tolist() if others else ():
                 others.pop(record, None)  # one storage under both names cannot differ
             whole[output.name] = copies, replicas, others
         copies, replicas, others = whole[output.name]
@@ -224,12 +229,23 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
 
     If several ranks hold a piece for the same place, the lowest rank's is copied. Errors as `make_plan`.
     """
-    num_elements = math.prod(shard.shape)
-    first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), num_elements)
-    every = Copies(shard.rank, shard.record, shard.nests)
-    copies, replicas = every.take(first), every.take(others)
+    return _take_records(shard, source, *_divide_rows(shard))
+
+
+def _divide_rows(shard: StoredShard) -> tuple[Copies, Copies, CoverageFault | None]:
+    """Return the pieces that make a tensor, those that repeat them, and the fault; rows stand for their records."""
+    first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), math.prod(shard.shape))
+    every = Copies(shard.rank, np.arange(len(shard.rank)), shard.nests)
+    return every.take(first), every.take(others), fault
+
+
+def _take_records(
+    shard: StoredShard, source: StoredModel, first: Copies, others: Copies, fault: CoverageFault | None
+) -> tuple[Copies, Copies]:
+    """Return the copies and replicas of a tensor from those of tensors alike, with which it shares all else."""
+    copies, replicas = (Copies(rows.rank, shard.record[rows.record], rows.nests) for rows in (first, others))
     if fault is not None:
-        raise coverage_error(shard, copies, fault, num_elements, source)
+        raise coverage_error(shard, copies, fault, math.prod(shard.shape), source)
     return copies, replicas
 
 

@@ -18,9 +18,9 @@ from isal import isal_zlib
 from msgspec import Struct
 
 from xrank import dtypes
-from xrank.engine.buffers import Source
+from xrank.engine.buffers import Source, Stretches
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.layout.nest_table import IntArray
+from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest, restrict, size, swap
 from xrank.layout.output_files import OutputFile, PlacedBytes
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable
@@ -87,22 +87,24 @@ class RecordChecksums:
     def __init__(
         self, records: RecordTable, mismatch: Callable[[int, int], None], *, left_open: BoolArray | None = None
     ) -> None:
+        self._records = records
         self._nbytes = records.nbytes.data  # whose numbers come faster than an array's
         self._expected = records.crc32.data
         self._mismatch = mismatch
         self._left_open = left_open
         self._parts: dict[int, JoinedCrc32] = {}
-        self._checked: set[int] = set()
+        self._checked = bytearray(len(records))
+        self._is_checked = np.frombuffer(self._checked, np.bool_)  # the same memory
         self._lock = threading.Lock()
 
     @property
     def num_checked(self) -> int:
         """Number of records whose every byte was compared with a recorded checksum."""
-        return len(self._checked)
+        return int(np.count_nonzero(self._is_checked))
 
     def wants(self, record: int) -> bool:
         """Return whether a record has a checksum that was not compared yet."""
-        return self._expected[record] != NO_CHECKSUM and record not in self._checked
+        return self._expected[record] != NO_CHECKSUM and not self._checked[record]
 
     def add(self, record: int, start: int, data: memoryview) -> None:
         """Add bytes of a record that were read at `start`; bytes added twice count once."""
@@ -117,7 +119,7 @@ class RecordChecksums:
             return
         with self._lock:
             # Another thread may have finished the record since.
-            if record in self._checked:
+            if self._checked[record]:
                 return
             is_open = self._left_open is not None and self._left_open[record]
             if is_open or end - start < self._nbytes[record]:
@@ -129,19 +131,39 @@ class RecordChecksums:
                     return
                 crc = part.value
             self._parts.pop(record, None)
-            self._checked.add(record)
+            self._checked[record] = 1
             # Counted before the comparison: a mismatch raises, and no other thread compares the record again.
             if crc != self._expected[record]:
                 self._mismatch(record, crc)
 
+    def add_all(self, stretches: Stretches, window: memoryview) -> None:
+        """Add stretches of records that were read to their places in a window; otherwise as `add`."""
+        records, record = self._records, stretches.record
+        waits = (records.crc32[record] != NO_CHECKSUM) & ~self._is_checked[record]
+        if not waits.any():
+            return
+        record, start, place, nbytes = (column[waits] for column in stretches)
+        crcs = [isal_zlib.crc32(window[a:b]) for a, b in zip(place.tolist(), (place + nbytes).tolist(), strict=True)]
+        # Whole records are compared at once, without a lock: nothing is joined, and a second comparison finds the same.
+        is_whole = nbytes == records.nbytes[record]
+        if self._left_open is not None:
+            is_whole &= ~self._left_open[record]
+        is_right = is_whole & (records.crc32[record] == np.array(crcs))
+        self._is_checked[record[is_right]] = True
+        for row in np.flatnonzero(~is_right).tolist():
+            self.join(int(record[row]), int(start[row]), int(start[row] + nbytes[row]), crcs[row])
+
     def missing(self, records: Iterable[int]) -> list[tuple[int, int, int]]:
         """Return (record, start, end) of all bytes of these records that were not added yet; open records excluded."""
         with self._lock:
+            asked = np.fromiter(records, np.int64) if not isinstance(records, np.ndarray) else records
+            waits = (self._records.crc32[asked] != NO_CHECKSUM) & ~self._is_checked[asked]
+            if self._left_open is not None:
+                waits &= ~self._left_open[asked]
             found = []
-            for record in records:
-                if self.wants(record) and (self._left_open is None or not self._left_open[record]):
-                    part = self._parts.get(record) or JoinedCrc32(int(self._nbytes[record]))
-                    found += [(record, *gap) for gap in part.gaps()]
+            for record in asked[waits].tolist():
+                part = self._parts.get(record) or JoinedCrc32(int(self._nbytes[record]))
+                found += [(record, *gap) for gap in part.gaps()]
             return found
 
     def take_parts(self, records: Iterable[int]) -> list[tuple[int, int, int, int]]:
@@ -299,13 +321,15 @@ class JoinedFile:
 
     def __init__(self, output: OutputFile, index: int) -> None:
         self.output, self.index = output, index
-        self.digests = [TensorDigest(tensor.nbytes) for tensor in output.tensors]
+        self._digests: dict[int, TensorDigest] = {}
+        self._blocks: dict[int, bytes] = {}
+        """Digests of the only blocks of tensors that came whole."""
         self._crcs = [JoinedCrc32(tensor.nbytes) for tensor in output.tensors] if output.ending else []
 
     def join(self, part: FilePart) -> None:
         """Add a part."""
         for tensor, digest in part.digests:
-            self.digests[tensor].join(digest)
+            self.digest_of(tensor).join(digest)
         for tensor, start, end, crc in part.crcs:
             self._crcs[tensor].add(start, end, crc)
 
@@ -316,13 +340,26 @@ class JoinedFile:
             values = [crc.value for crc in self._crcs]
             assert None not in values, "bytes of a tensor were never read for its CRC"
             ending = self.output.ending([value for value in values if value is not None])
-        digests = [digest.digest() for digest in self.digests]
+        digests = [
+            xxhash.xxh3_128_digest(self._blocks[tensor]) if tensor in self._blocks else self.digest_of(tensor).digest()
+            for tensor in range(len(self.output.tensors))
+        ]
         return make_finished_file(self.output, self.index, digests, ending), ending
+
+    def digest_of(self, tensor: int) -> TensorDigest:
+        """Return the digest of a tensor that comes in parts."""
+        found = self._digests.get(tensor)
+        # Of two threads that come first the same one's is kept.
+        return found or self._digests.setdefault(tensor, TensorDigest(self.output.tensors[tensor].nbytes))
 
 
 WINDOW_NBYTES = 1 << 20
 
 _PREPARED_TENSORS = 32
+_MANY_COPIES = 16
+"""Copies of a run of windows that take longer one by one than a table of them takes to make."""
+_MOST_STRETCHES = 8192
+"""Stretches that are read at once, and those of one tensor more."""
 _STRAIGHT_NBYTES = 64 << 10
 """Fewest bytes of a copy that is worth a request of its own."""
 
@@ -426,6 +463,8 @@ class FileWindows(JoinedFile):
         self.remaining = sum(map(len, self.share))
         self._lock = threading.Lock()
         self._offsets = [tensor.output.offset for tensor in plan.tensors]
+        self._sizes = [tensor.output.nbytes for tensor in plan.tensors]
+        self._dense: dict[int, IntArray | None] = {}
         self._fragment_offsets = [offset for offset, _ in plan.output.fragments]
         self._prepared: dict[int, PreparedTensor] = {}
 
@@ -447,14 +486,64 @@ class FileWindows(JoinedFile):
         first, last = self.span(windows)
         # The tensor before the first one that begins here may reach into the run.
         for index in range(max(0, bisect_left(self._offsets, first) - 1), len(self._offsets)):
-            output = self.plan.tensors[index].output
-            if output.offset >= last:
+            offset = self._offsets[index]
+            if offset >= last:
                 break
-            start, stop = max(first, output.offset), min(last, output.offset + output.nbytes)
+            start, stop = max(first, offset), min(last, offset + self._sizes[index])
             if start < stop:
-                width = dtypes.dtype(output.dtype).nbytes
-                low, high = (start - output.offset) // width, (stop - output.offset) // width
-                yield Portion(index, low, high, start - first, stop - first)
+                width = dtypes.dtype(self.plan.tensors[index].output.dtype).nbytes
+                yield Portion(index, (start - offset) // width, (stop - offset) // width, start - first, stop - first)
+
+    def is_straight(self, tensor: int) -> bool:
+        """Return whether all elements of a tensor go to their places unchanged, and those of each copy side by side."""
+        plan = self.plan.tensors[tensor]
+        is_same = plan.source_dtype == plan.output.dtype and not plan.changed and plan.update is None
+        return is_same and not plan.output.is_padded and self._find_dense(plan.copies.nests) is not None
+
+    def _find_dense(self, nests: NestTable) -> IntArray | None:
+        """Return the (x, y, number of elements) of nests that are all runs; None if some are not."""
+        # By its id: the plan keeps the table, which tensors alike share.
+        if id(nests) not in self._dense:
+            n, steps = nests.sizes, nests.loops[:, :, 1:]
+            is_dense = ((steps == 1).all(axis=2) | (nests.loops[:, :, 0] == 1)).all() and nests.loops.shape[1] < 2
+            self._dense[id(nests)] = np.stack((nests.x, nests.y, n)) if is_dense else None
+        return self._dense[id(nests)]
+
+    def has_many(self, portions: Iterable[Portion]) -> bool:
+        """Return whether a run of windows has so many copies, by a guess, that they are better taken as a table."""
+        count = 0
+        for tensor, _, _, start, stop in portions:
+            # Half a tensor has about half of its copies.
+            count += len(self.plan.tensors[tensor].copies.record) * (stop - start) // self._sizes[tensor]
+            if count >= _MANY_COPIES:
+                return True
+        return False
+
+    def stretches(self, portions: Iterable[Portion]) -> Iterator[Stretches]:
+        """Yield the copies of straight tensors in a run of windows, in tables of a bounded size."""
+        found: list[tuple[IntArray, IntArray]] = []
+        places: list[tuple[int, int, int, int, int]] = []
+        count = 0
+        for portion in portions:
+            if not self.is_straight(portion.tensor):
+                continue
+            plan = self.plan.tensors[portion.tensor]
+            dense, record = self._find_dense(plan.copies.nests), plan.copies.record
+            assert dense is not None
+            width = dtypes.dtype(plan.source_dtype).nbytes
+            if portion.stop - portion.start < self._sizes[portion.tensor]:
+                # Sorted by y, which the copies cover.
+                first, last = np.searchsorted(dense[1], (portion.low, portion.high), "right")
+                last = np.searchsorted(dense[1], portion.high)
+                dense, record = dense[:, first - 1 : last], record[first - 1 : last]
+            found.append((record, dense))
+            places.append((len(record), width, portion.start - portion.low * width, portion.start, portion.stop))
+            count += len(record)
+            if count >= _MOST_STRETCHES:
+                yield _join_stretches(found, places)
+                found, places, count = [], [], 0
+        if found:
+            yield _join_stretches(found, places)
 
     def fragments(self, windows: range) -> Iterator[tuple[int, bytes]]:
         """Yield (first byte in the run, bytes) of the fragments between tensors."""
@@ -469,7 +558,10 @@ class FileWindows(JoinedFile):
 
     def add(self, tensor: int, start: int, data: memoryview) -> PlacedBytes | None:
         """Add a tensor's finished bytes; return the bytes that depend on its CRC alone, once that is complete."""
-        self.digests[tensor].add(start, data)
+        if len(data) == self._sizes[tensor] <= BLOCK_NBYTES:
+            self._blocks[tensor] = xxhash.xxh3_128_digest(data)
+        else:
+            self.digest_of(tensor).add(start, data)
         if self._crcs:
             # Outside the lock: the bytes take the time, joining does not.
             crc = isal_zlib.crc32(data)
@@ -483,10 +575,10 @@ class FileWindows(JoinedFile):
 
     def part(self) -> FilePart:
         """Return the digests and CRCs of the share's windows, which must all be done."""
-        digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
-        known = tuple((tensor, part) for tensor, part in digests if part.blocks or part.edges)
-        crcs = ((tensor, part) for tensor, crc in enumerate(self._crcs) for part in crc.parts)
-        return FilePart(self.index, known, tuple((tensor, *part) for tensor, part in crcs if part[0] < part[1]))
+        known = [(tensor, DigestPart(((0, block),), ())) for tensor, block in self._blocks.items()]
+        known += [(tensor, digest.part()) for tensor, digest in self._digests.items()]
+        crcs = ((tensor, *part) for tensor, crc in enumerate(self._crcs) for part in crc.parts)
+        return FilePart(self.index, tuple(sorted(known)), tuple(part for part in crcs if part[1] < part[2]))
 
     def prepare(self, tensor: int) -> PreparedTensor:
         """Return a tensor's copies, ready for cutting; the last few are cached, as windows come in order."""
@@ -512,10 +604,25 @@ class FileWindows(JoinedFile):
                     yield Read(record, nest.x * width, elements * width, place)
 
     @property
-    def records(self) -> list[int]:
+    def records(self) -> IntArray:
         """Source records that are read for the file's tensors, rising."""
-        read = (copies for tensor in self.plan.tensors for copies in tensor.read)
-        return sorted({record for copies in read for record in copies.record.tolist()})
+        read = [copies.record for tensor in self.plan.tensors for copies in tensor.read if len(copies)]
+        return np.flatnonzero(np.bincount(np.concatenate([int_array(()), *read])))
+
+
+def _join_stretches(
+    found: Sequence[tuple[IntArray, IntArray]], places: Sequence[tuple[int, int, int, int, int]]
+) -> Stretches:
+    """Return the stretches of portions: their records, and (x, y, elements) of their copies.
+
+    `places` have the number of copies, the width of an element, the byte of the run where the tensor begins or would,
+    and the first and last byte of the run that are the portion's.
+    """
+    counts, *each = np.array(places, dtype=np.int64).T
+    width, base, first, last = (np.repeat(column, counts) for column in each)
+    x, y, n = np.concatenate([dense for _, dense in found], axis=1) * width
+    begin, end = np.maximum(base + y, first), np.minimum(base + y + n, last)
+    return Stretches(np.concatenate([record for record, _ in found]), x + begin - base - y, begin, end - begin)
 
 
 class Job(NamedTuple):
