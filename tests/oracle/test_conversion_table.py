@@ -180,4 +180,4 @@ def as_side(converter: Any) -> Direction:
 def test_the_table_is_of_this_version() -> None:
     from xrank.recipes.conversions import _read_table
 
-    assert _read_table()["transformers"] == transformers.__version__
+    assert _read_table("transformers") == transformers.__version__

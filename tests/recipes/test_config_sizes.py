@@ -29,7 +29,7 @@ def test_texts_are_read_as_they_are_written(text: str, length: int) -> None:
 
 
 def test_every_equation_of_the_file_is_read() -> None:
-    entries = read_shipped_table("config_sizes.json")["equations"]
+    entries = read_shipped_table("config_sizes.json", "equations")
     texts = {text for found in entries.values() for text in found}
     assert len(texts) > 200
     assert [text for text in texts if str(parse_equation(text)) != text] == []
@@ -55,7 +55,7 @@ def test_lengths_are_those_of_names_with_and_without_the_base_model() -> None:
 
 def test_claims_need_their_keys_and_a_whole_number(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {"mine": ["layers.*.w[0] = inner.width", "layers.*.w[1] = size/heads"]}
-    monkeypatch.setattr(config_proof, "read_shipped_table", lambda name: {"equations": entries})
+    monkeypatch.setattr(config_proof, "read_shipped_table", lambda name, table: entries)
     kinds = group_tensors({"model.layers.0.w": (4, 3)})
 
     def claims(**values: object) -> list[tuple[str, bool]]:

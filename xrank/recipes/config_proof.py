@@ -189,7 +189,7 @@ def find_absent(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     Older versions of transformers gave some tensors other names. So a tensor is absent only if the model has no other
     one with as many dims whose name the type does not know.
     """
-    entry = read_shipped_table("single_tensors.json")["types"].get(str(config.get("model_type")))
+    entry = read_shipped_table("single_tensors.json", "types").get(str(config.get("model_type")))
     if entry is None or not set(config.get("architectures") or ()) <= set(entry["classes"]):
         return None
     singles = {name: shape for name, shape in shapes.items() if not _NUMBERED.search(name)}
@@ -656,7 +656,7 @@ def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -
 
     An equation counts only if config.json has all its keys, and the tensors its length.
     """
-    texts: Sequence[str] = read_shipped_table("config_sizes.json")["equations"].get(str(config.get("model_type")), ())
+    texts: Sequence[str] = read_shipped_table("config_sizes.json", "equations").get(str(config.get("model_type")), ())
     # Moshi's depth_decoder has layers of its own sizes, under the names of Moshi's.
     inner = {key.removesuffix("_config") for key, value in config.items() if isinstance(value, Mapping)}
     lengths = measure(kinds, inner) if texts else {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import count
 from math import ceil, prod
 from typing import Any
@@ -28,6 +28,8 @@ from xrank.recipes.found_source import OwnConfig
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe_choice import make_shard
 from xrank.recipes.recipe_file import read_shipped_table
+
+_read_table = partial(read_shipped_table, "transformers.json")
 
 
 class Rearrangement(Struct, frozen=True):
@@ -74,27 +76,26 @@ def find_transforms(config: Mapping[str, Any]) -> tuple[Conversion, ...]:
 
     The order and the scopes are those of transformers/conversion_mapping.py: get_model_conversion_mapping.
     """
-    table = _read_table()
-    root = _find_class(config)
-    if root in table["unmade"]:
+    root, models, mappings = _find_class(config), _read_table("models"), _read_table("mappings")
+    if root in _read_table("unmade"):
         problem = f"the conversion of {root} is not in xrank's table: transformers cannot make such a model"
         step = f"keep the names as they are with {option('recipe', 'none')}"
-        raise LayoutError(problem, got=f"{root}, and transformers {table['transformers']}", next_step=step)
-    prefix = table["models"][root][0] if root in table["models"] else ""
+        raise LayoutError(problem, got=f"{root}, and transformers {_read_table('transformers')}", next_step=step)
+    prefix = models[root][0] if root in models else ""
     claimed: dict[str, list[str]] = defaultdict(list)
     found: list[Conversion] = []
     for path, name, model_type in _walk(root, config, ""):
         if _is_inside(path, claimed[name]):
             continue
-        numbers, is_own = table["mappings"].get(name), True
+        numbers, is_own = mappings.get(name), True
         if numbers is None:
             if _is_inside(path, claimed[model_type]):
                 continue
-            numbers, is_own = table["mappings"].get(model_type), False
+            numbers, is_own = mappings.get(model_type), False
         if numbers is None:
             continue
         scope = path.removeprefix(prefix).removeprefix(".") if path else None
-        found += (replace(_transforms()[number], scope=scope, prefix=prefix) for number in numbers)
+        found += (replace(_transform(number), scope=scope, prefix=prefix) for number in numbers)
         claimed[name].append(path)
         if not is_own:
             claimed[model_type].append(path)
@@ -105,7 +106,7 @@ def find_num_heads(config: Mapping[str, Any], key: str | None) -> int:
     """Return the number of attention heads in a config, or in the one inside it under `key`."""
     inner = config.get(key) if key is not None else None
     config = inner if isinstance(inner, Mapping) else config
-    name, default = _read_table()["heads"].get(config.get("model_type"), ("num_attention_heads", 1))
+    name, default = _read_table("heads").get(config.get("model_type"), ("num_attention_heads", 1))
     return int(config.get(name, config.get("num_attention_heads", default)))
 
 
@@ -114,13 +115,13 @@ def is_known_size(model_type: object, key: str) -> bool:
 
     Config files also contain keys that no model reads, such as ``num_key_value_heads`` for GPT-NeoX.
     """
-    known = _read_table()["sizes"].get(model_type) if isinstance(model_type, str) else None
+    known = _read_table("sizes").get(model_type) if isinstance(model_type, str) else None
     return known is None or key in known
 
 
 def is_known_type(model_type: object) -> bool:
     """Return whether transformers has this model type."""
-    return isinstance(model_type, str) and model_type in _read_table()["sizes"]
+    return isinstance(model_type, str) and model_type in _read_table("sizes")
 
 
 def _is_inside(path: str, outer: list[str]) -> bool:
@@ -129,44 +130,36 @@ def _is_inside(path: str, outer: list[str]) -> bool:
 
 def _find_class(config: Mapping[str, Any]) -> str:
     """Return the model's class; "" if the config names none that transformers has."""
-    table = _read_table()
     architectures = config.get("architectures")
     name = str(architectures[0]).removeprefix("FSDP") if isinstance(architectures, list) and architectures else ""
-    if name in table["models"] or name in table["mappings"] or "auto_map" in config:
+    if name in _read_table("models") or name in _read_table("mappings") or "auto_map" in config:
         return name
     model_type = config.get("model_type")
-    return next((kinds[model_type] for kinds in reversed(table["auto"].values()) if model_type in kinds), name)
+    return next((kinds[model_type] for kinds in reversed(_read_table("auto").values()) if model_type in kinds), name)
 
 
 def _walk(name: str, config: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, str]]:
     """Yield (path, class, model type) of a model and of all models in it, outer ones first."""
-    table = _read_table()
-    _, known_type, parts = table["models"].get(name, ("", "", ()))
+    models = _read_table("models")
+    _, known_type, parts = models.get(name, ("", "", ()))
     yield path, name, str(config.get("model_type") or known_type)
     for inner_path, inner, key, kind in parts:
-        inner_known = table["models"].get(inner, ("", "", ()))[1]
+        inner_known = models.get(inner, ("", "", ()))[1]
         inner_config = config if key == "" else config.get(key)
         if not isinstance(inner_config, Mapping):
             inner_config = {}
         model_type = inner_config.get("model_type")
         if kind is not None and model_type not in (None, inner_known):
-            inner = table["auto"][kind].get(model_type, "")
+            inner = _read_table("auto")[kind].get(model_type, "")
         elif model_type is None:
             inner_config = {**inner_config, "model_type": inner_known}
         yield from _walk(inner, inner_config, f"{path}.{inner_path}" if path else inner_path)
 
 
-def _read_table() -> dict[str, Any]:
-    table: dict[str, Any] = read_shipped_table("transformers.json")
-    return table
-
-
-@lru_cache(maxsize=1)
-def _transforms() -> tuple[Conversion, ...]:
-    return tuple(
-        Conversion(each["kind"], _parse_side(each["load"]), _parse_side(each["save"]))
-        for each in _read_table()["transforms"]
-    )
+@cache
+def _transform(number: int) -> Conversion:
+    each = _read_table("transforms")[number]
+    return Conversion(each["kind"], _parse_side(each["load"]), _parse_side(each["save"]))
 
 
 def _parse_side(side: Mapping[str, Any]) -> Direction:

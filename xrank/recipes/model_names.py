@@ -137,7 +137,7 @@ def names_of_class(config: Mapping[str, Any] | None) -> ModelNames | None:
 
     Without a class, the names of all classes of its ``model_type`` count.
     """
-    types = read_shipped_table(_TABLE)["types"]
+    types = read_shipped_table(_TABLE, "types")
     entry = None if config is None or "auto_map" in config else types.get(str(config.get("model_type")))
     if config is None or entry is None:
         return None
@@ -167,7 +167,7 @@ def make_finder(
 
     def find(names: Sequence[str]) -> _Strip | None:
         own = [name for name in names if is_left_out is None or not is_left_out(name)]
-        entry = read_shipped_table(_TABLE)["types"].get(str((config or {}).get("model_type")))
+        entry = read_shipped_table(_TABLE, "types").get(str((config or {}).get("model_type")))
         prefix = f"{entry[0]}." if entry is not None and entry[0] else ""
         shown = ModelNames(frozenset(map(find_stem, known)), prefix, is_exact=True) if known else None
         for model in (shown, names_of_class(config)):

@@ -11,7 +11,7 @@ from itertools import combinations
 from operator import add, mul, sub
 from typing import Any, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.json import decode as json_decode
 from msgspec.structs import replace
 
@@ -233,10 +233,17 @@ def read_shipped() -> dict[str, str]:
     return {name: _read_text(os.path.join(_FOLDER, f"{name}.toml")) for name in names}
 
 
+@lru_cache(maxsize=16)
+def read_shipped_table(name: str, table: str) -> Any:
+    """Return a table of a JSON file beside this module, which is generated from an installed transformers."""
+    return json_decode(_split_shipped(name)[table])
+
+
 @lru_cache(maxsize=8)
-def read_shipped_table(name: str) -> Any:
-    """Return the content of a JSON file beside this module, which is generated from an installed transformers."""
-    return json_decode(_read_text(os.path.join(_FOLDER, name)))
+def _split_shipped(name: str) -> dict[str, Raw]:
+    # To decode all tables of transformers.json takes longer than to plan a small checkpoint, which needs few of them.
+    with open(os.path.join(_FOLDER, name), "rb") as file:
+        return json_decode(file.read(), type=dict[str, Raw])
 
 
 def _read_text(file: str, encoding: str = "utf-8") -> str:

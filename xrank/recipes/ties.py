@@ -41,9 +41,9 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|
 @cache
 def _read_table() -> tuple[dict[str, dict[str, Any]], dict[str, bool]]:
     """Return the kinds of classes by class name, and by model type whether a config without the key declares ties."""
-    content = read_shipped_table("tied_weights.json")
-    classes = {name: kind for kind in content["classes"] for name in kind["names"]}
-    return classes, {**dict.fromkeys(content["tied"], True), **dict.fromkeys(content["untied"], False)}
+    kinds, tied, untied = (read_shipped_table("tied_weights.json", key) for key in ("classes", "tied", "untied"))
+    classes = {name: kind for kind in kinds for name in kind["names"]}
+    return classes, {**dict.fromkeys(tied, True), **dict.fromkeys(untied, False)}
 
 
 def _class_of(config: Mapping[str, Any] | None) -> str:
