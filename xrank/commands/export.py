@@ -26,16 +26,8 @@ from xrank.ranks.team import (
     run_in_background,
 )
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
-from xrank.recipes.options import (
-    AdapterChoice,
-    GatherOptions,
-    check_meeting,
-    check_types,
-    default_workers,
-    dtype_choice,
-    live_layouts,
-    parse_size,
-)
+from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
+from xrank.recipes.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
 from xrank.storage.staging import check_output
 from xrank.storage.url import clean_path
 

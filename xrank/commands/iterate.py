@@ -12,15 +12,8 @@ from xrank.engine.transforms import Transform
 from xrank.errors import errors_of, names_own_arguments, require, require_linux
 from xrank.ranks.team import find_group_team
 from xrank.recipes.lent_model import ModelRequest, make_tensors
-from xrank.recipes.options import (
-    AdapterChoice,
-    GatherOptions,
-    check_meeting,
-    check_types,
-    dtype_choice,
-    live_layouts,
-    wrong_value,
-)
+from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
+from xrank.recipes.options import AdapterChoice, GatherOptions, dtype_choice, wrong_value
 
 if TYPE_CHECKING:
     import torch

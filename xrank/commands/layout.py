@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from xrank.commands.report import check_survey, survey_facts
-from xrank.engine.holdings import Holdings, Survey, compute_shapes, survey
-from xrank.engine.report import LayoutDetails, OutputFacts, Report, SourceFacts, timed_report
+from xrank.dtypes import DTYPES
+from xrank.engine.holdings import Holdings, Survey, compute_shapes, find_problem, sum_held_nbytes, survey
+from xrank.engine.report import LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, timed_report
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.layout.layout_map import LayoutDiff, write_whole
@@ -32,6 +33,7 @@ from xrank.recipes.layout_sources import (
     with_numbers,
 )
 from xrank.recipes.sources import open_base_model
+from xrank.words import numbers_text
 
 
 def check_layouts(
@@ -63,7 +65,7 @@ def check_layouts(
     """
     started = time.monotonic()
     read = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    return check_survey(survey(read, shapes, dtypes=dtypes), started)
+    return _report_survey(survey(read, shapes, dtypes=dtypes), started)
 
 
 def check_file(file: str, path: str | None, *, base_model: str | os.PathLike[str] | None = None) -> Report:
@@ -94,7 +96,7 @@ def check_file(file: str, path: str | None, *, base_model: str | os.PathLike[str
         found = survey(layouts, shapes)
         found = replace(found, unused=tuple(rule for rule in found.unused if rule not in skipped))
         notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in skipped.items()]
-        return check_survey(found, started, notes, path=file)
+        return _report_survey(found, started, notes, path=file)
     try:
         place, stored = read_stored(path, layouts, open_base_model(base_model) if base_model is not None else None)
     except LayoutError as error:
@@ -102,7 +104,49 @@ def check_file(file: str, path: str | None, *, base_model: str | os.PathLike[str
         raise
     dtypes = {shard.name: shard.dtype for shard in stored.shards}
     found = survey(layouts, {shard.name: shard.shape for shard in stored.shards}, dtypes=dtypes)
-    return check_survey(found, started, path=file, source=SourceFacts(path=place, format=stored.format))
+    return _report_survey(found, started, path=file, source=SourceFacts(path=place, format=stored.format))
+
+
+def _report_survey(found: Survey, started: float, notes: Iterable[tuple[str, str]] = (), **facts: Any) -> Report:
+    """Return the report of a check of a layout file, whose fault is its first problem.
+
+    `notes` are further ones, such as rules that could not be proven.
+    """
+    problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
+    addends = [one for one in found.tensors if one.sums]
+    return timed_report(
+        "layout check",
+        started,
+        fault=problems[0] if problems else None,
+        proof=ProofFacts(coverage="refused" if problems else "proven", num_rules=len(found.rules)),
+        plan=OutputFacts(
+            num_tensors=len(found.tensors),
+            num_parameters=sum(prod(one.shape) for one in found.tensors),
+            nbytes=sum(prod(one.shape) * _width(one.dtype) for one in found.tensors),
+        ),
+        notes=(
+            *notes,
+            *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
+            *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
+        ),
+        details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **_survey_facts(found)),
+        **facts,
+    )
+
+
+def _survey_facts(found: Survey) -> dict[str, Any]:
+    """Return the facts of a survey beside its tensors, for JSON."""
+    held = sum_held_nbytes(found.tensors, _width)
+    return {
+        "meshes": {name: {"grid": mesh.grid, "ranks": numbers_text(mesh.ranks)} for name, mesh in found.meshes.items()},
+        "unmatched": list(found.unmatched),
+        "unused_rules": list(found.unused),
+        "ranks": [{"rank": rank, "nbytes": nbytes} for rank, nbytes in held.items()],
+    }
+
+
+def _width(dtype: str | None) -> int:
+    return DTYPES[dtype].nbytes if dtype in DTYPES else 0
 
 
 def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
@@ -122,7 +166,7 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
         notes=source.notes if text is None else (),
         details=LayoutDetails(
             tensors=[_row(one) for one in found.tensors],
-            **survey_facts(found) | ({} if text is None else {"toml": text}),
+            **_survey_facts(found) | ({} if text is None else {"toml": text}),
         ),
     )
     return report, found, text

@@ -27,8 +27,9 @@ from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.readers.live.models import LocalModel, local_model
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, names_left_out
 from xrank.recipes.decision import Purpose, Request, decide, layout_notes
+from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
 from xrank.recipes.load_plan import Load, check_loads, describe_load, plan_load
-from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
+from xrank.recipes.options import default_workers, parse_size
 from xrank.recipes.sources import read_source
 from xrank.recipes.ties import list_unsaved
 from xrank.storage import places

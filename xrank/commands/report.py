@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -14,11 +14,9 @@ from msgspec.structs import asdict, replace
 
 from xrank.dtypes import DTYPES, dtype
 from xrank.engine.executor import factors_nbytes
-from xrank.engine.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.engine.planner import Plan
 from xrank.engine.report import (
     FileFacts,
-    LayoutDetails,
     OutputFacts,
     ProofFacts,
     Report,
@@ -35,7 +33,7 @@ from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
 from xrank.storage.client import StoreTraffic, take_traffic, traffic
 from xrank.storage.url import is_url
-from xrank.words import numbers_text, plural, size_text
+from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
     from xrank.engine.file_writing import WrittenFiles
@@ -208,48 +206,6 @@ def reshard_report(reshard: Reshard, path: str, started: float, made: WrittenOut
         traffic=None if is_made else _plan_traffic(plan, path),
         notes=(*reshard.notes, *notes),
     )
-
-
-def check_survey(found: Survey, started: float, notes: Iterable[tuple[str, str]] = (), **facts: Any) -> Report:
-    """Return the report of a check of a layout file, whose fault is its first problem.
-
-    `notes` are further ones, such as rules that could not be proven.
-    """
-    problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
-    addends = [one for one in found.tensors if one.sums]
-    return timed_report(
-        "layout check",
-        started,
-        fault=problems[0] if problems else None,
-        proof=ProofFacts(coverage="refused" if problems else "proven", num_rules=len(found.rules)),
-        plan=OutputFacts(
-            num_tensors=len(found.tensors),
-            num_parameters=sum(prod(one.shape) for one in found.tensors),
-            nbytes=sum(prod(one.shape) * _width(one.dtype) for one in found.tensors),
-        ),
-        notes=(
-            *notes,
-            *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
-            *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
-        ),
-        details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **survey_facts(found)),
-        **facts,
-    )
-
-
-def survey_facts(found: Survey) -> dict[str, Any]:
-    """Return the facts of a survey beside its tensors, for JSON."""
-    held = sum_held_nbytes(found.tensors, _width)
-    return {
-        "meshes": {name: {"grid": mesh.grid, "ranks": numbers_text(mesh.ranks)} for name, mesh in found.meshes.items()},
-        "unmatched": list(found.unmatched),
-        "unused_rules": list(found.unused),
-        "ranks": [{"rank": rank, "nbytes": nbytes} for rank, nbytes in held.items()],
-    }
-
-
-def _width(dtype: str | None) -> int:
-    return DTYPES[dtype].nbytes if dtype in DTYPES else 0
 
 
 def model_facts(model: StoredModel) -> dict[str, Any]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
+
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 from xrank.engine.executor import Budget
 from xrank.engine.replicas import ReplicaChoice
 from xrank.errors import UsageError, option
-from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 from xrank.layout.tensor_name import compile_pattern
-from xrank.layout.terms.tensors import describe_mesh
-from xrank.storage.entries import plain_config
 from xrank.system import count_cores
 from xrank.words import repr_text
 
@@ -58,8 +57,7 @@ def default_workers() -> int:
     return min(4, count_cores())
 
 
-@dataclass(frozen=True, slots=True)
-class GatherOptions:
+class GatherOptions(Struct, frozen=True):
     """The options of a gather, named as `gather_checkpoint` names them. Creating the object checks every value."""
 
     dtype: DTypeChoice = "keep"
@@ -86,17 +84,13 @@ class GatherOptions:
     strict_pickles: bool = False
     """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
 
-    max_shard_nbytes: int = field(init=False, repr=False, compare=False)
-    max_memory_nbytes: int = field(init=False, repr=False, compare=False)
-    num_workers: int = field(init=False, repr=False, compare=False)
-
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> GatherOptions:
         """Return the options among a function's arguments, such as its ``locals()``; other names are left alone."""
-        return cls(**{one.name: arguments[one.name] for one in fields(cls) if one.init and one.name in arguments})
+        return cls(**{name: arguments[name] for name in cls.__struct_fields__ if name in arguments})
 
     def __post_init__(self) -> None:
-        fill = partial(object.__setattr__, self)
+        fill = partial(force_setattr, self)
         fill("dtype", dtype_choice(self.dtype))
         for name, allowed in (("dtype", DTypeChoice), ("replicas", ReplicaChoice), ("adapter", AdapterChoice)):
             value, choices = getattr(self, name), get_args(allowed)
@@ -131,11 +125,10 @@ class GatherOptions:
             raise UsageError(
                 f"{attest} was given without {option('sign')}", got="no key", want="a key that signs it", next_step=step
             )
-        fill("max_shard_nbytes", parse_size(self.max_shard_size, "max_shard_size"))
-        fill("max_memory_nbytes", parse_size(self.max_memory, "max_memory"))
+        for name in ("max_shard_size", "max_memory"):
+            parse_size(getattr(self, name), name)
         if self.workers is not None and self.workers < 1:
             raise wrong_value("workers", self.workers, "1 or more", step="give such a number, or leave it out")
-        fill("num_workers", default_workers() if self.workers is None else self.workers)
 
     def leaves_out(self, name: str) -> bool:
         """Return whether `include` or `exclude` leaves out a tensor of that name."""
@@ -146,6 +139,21 @@ class GatherOptions:
         return self if self.keep_fp32 or self.dtype == "keep" else replace(self, keep_fp32=tuple(patterns))
 
     @property
+    def max_shard_nbytes(self) -> int:
+        """Bytes of tensors in a file."""
+        return parse_size(self.max_shard_size, "max_shard_size")
+
+    @property
+    def max_memory_nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return parse_size(self.max_memory, "max_memory")
+
+    @property
+    def num_workers(self) -> int:
+        """Threads of a process."""
+        return default_workers() if self.workers is None else self.workers
+
+    @property
     def budget(self) -> Budget:
         """Threads and buffers of a process."""
         return Budget.from_memory(self.max_memory_nbytes, self.num_workers)
@@ -154,50 +162,3 @@ class GatherOptions:
 def matches(patterns: Iterable[str], name: str) -> bool:
     """Return whether one of these regular expressions matches a whole name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
-def _wrong_kind(name: str, value: object, want: str) -> UsageError:
-    return wrong_value(name, value, want.partition(";")[0], want, got=f"a {type(value).__name__}")
-
-
-def check_meeting(group: Any, timeout_seconds: float) -> None:
-    """Refuse a group or a timeout with which ranks cannot meet."""
-    import torch.distributed
-
-    distributed: Any = torch.distributed  # its stubs are incomplete
-    if group is not None and distributed.is_available() and not isinstance(group, int | distributed.ProcessGroup):
-        raise _wrong_kind("group", group, "a process group of torch's, or None for all ranks")
-    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float):
-        raise _wrong_kind("timeout_seconds", timeout_seconds, "a number of seconds")
-
-
-def check_types(layouts: Any, mesh: Any, config_overrides: Any = None) -> None:
-    """Refuse arguments of the wrong types."""
-    if layouts is not None and not isinstance(layouts, LayoutMap):
-        raise _wrong_kind("layouts", layouts, "a LayoutMap; LayoutMap.read makes one of a file")
-    is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # this test needs no import of torch
-    if not (mesh is None or is_torchs or isinstance(mesh, DeviceMesh | MeshViews)):
-        raise _wrong_kind("mesh", mesh, "a DeviceMesh of xrank's or torch's")
-    if config_overrides is not None:
-        if not isinstance(config_overrides, Mapping):
-            raise _wrong_kind("config_overrides", config_overrides, "a mapping")
-        plain_config(config_overrides, "config_overrides")
-
-
-def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) -> LayoutMap | None:
-    """Return the given layouts; those without a mesh get the given mesh."""
-    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else LayoutMap.read(layouts)
-    if given is None or mesh is None or given.device_mesh is not None:
-        return given
-    try:
-        found = mesh if isinstance(mesh, MeshViews | DeviceMesh) else describe_mesh(mesh)
-    except AttributeError:
-        kind = type(mesh).__name__
-        raise UsageError(f"mesh= takes no {kind}", got=kind, want="xrank's or torch's DeviceMesh") from None
-    views = found if isinstance(found, MeshViews) else MeshViews(found)
-    on_mesh = LayoutMap(views.main)
-    on_mesh.views.update(views.others)
-    for name in ("views", "sizes", "aliases", "companions"):
-        getattr(on_mesh, name).update(getattr(given, name))
-    on_mesh.update(given.items())
-    return on_mesh

@@ -31,7 +31,8 @@ from xrank.ranks.loans import MemoryOffer, is_mooncake, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
-from xrank.recipes.options import GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
+from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
+from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.recipes.quantization import Quantization
 from xrank.recipes.sources import open_base_model
 from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks

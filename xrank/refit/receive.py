@@ -50,7 +50,8 @@ from xrank.ranks.store import group_place
 from xrank.ranks.team import find_group_team
 from xrank.readers.live.models import LiveModel
 from xrank.readers.live.modules import FilledModule
-from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
+from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
+from xrank.recipes.options import default_workers, parse_size
 from xrank.refit.directory import Address, RankRegistration, TrainerModel, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (
     PAUSE_SECONDS,
