@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xrank.errors import UsageError
-from xrank.ranks import directory_messages
-from xrank.ranks.directory_messages import list_names, make_directory
+from xrank.storage import shared_directory
+from xrank.storage.shared_directory import list_names, make_directory
 
 
 def test_there_or_not(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_an_old_view_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 raise FileNotFoundError(2, "No such file or directory", str(path))
         return plain(name, **how)
 
-    monkeypatch.setattr(directory_messages.os, "stat", stale)
+    monkeypatch.setattr(shared_directory.os, "stat", stale)
     make_directory(str(path))
     assert len(asked) == looks + 1
     asked.clear()
@@ -61,7 +61,7 @@ def test_a_listing_that_is_refused_for_a_moment(tmp_path: Path, monkeypatch: pyt
             raise FileNotFoundError(2, "No such file or directory", name)
         return plain(name)
 
-    monkeypatch.setattr(directory_messages.os, "listdir", stale)
+    monkeypatch.setattr(shared_directory.os, "listdir", stale)
     assert list_names(str(path)) == ["rank_0_state.pth"]
     assert len(asked) == looks + 1
     with pytest.raises(FileNotFoundError):

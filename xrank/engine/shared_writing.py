@@ -26,13 +26,13 @@ from xrank.engine.rounds import Outputs, Work, make_files
 from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text
 from xrank.errors import AGAIN, UsageError, XrankError, option
 from xrank.layout.output_files import PlacedBytes
-from xrank.ranks.directory_messages import STALE_SECONDS
 from xrank.ranks.team import Team
 from xrank.storage.bucket_stage import BucketPlace, BucketStage, Upload
 from xrank.storage.commit import Stage
 from xrank.storage.disk import explain_errors, is_in_memory
 from xrank.storage.folder_stage import FolderStage, Journal, open_shared_part, read_journal
 from xrank.storage.output_place import OutputPlace
+from xrank.storage.shared_directory import STALE_SECONDS
 from xrank.storage.uploads import PartPool, PartsTarget, UploadedFile, UploadedPart, Uploads
 from xrank.storage.url import is_url
 from xrank.system import write_at

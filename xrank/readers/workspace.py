@@ -11,13 +11,13 @@ from typing import Any
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.layout.stored_model import StoredModel
-from xrank.ranks.directory_messages import check_one_owner
 from xrank.readers.base import Hints
 from xrank.readers.placement import HeldTensor, place_all, shared_mesh
 from xrank.readers.records import Records
 from xrank.storage import places
 from xrank.storage.places import rank_of, state_file_name
 from xrank.storage.regular_file import Origin
+from xrank.storage.shared_directory import check_one_owner
 from xrank.storage.url import is_url
 from xrank.words import ranks_text, repr_text, runs_text
 

@@ -23,12 +23,12 @@ from msgspec.structs import replace
 
 from xrank.errors import CorruptError, UsageError, XrankError
 from xrank.layout.stored_model import StoredModel
-from xrank.ranks.directory_messages import list_names, make_directory
 from xrank.readers.live.models import LiveModel, read_ranks
 from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.found_source import FoundSource, OwnConfig, choose_config
 from xrank.recipes.sources import find_live_source
 from xrank.storage.entries import Entry
+from xrank.storage.shared_directory import list_names, make_directory
 from xrank.system import NEW, NO_LINK, READ, user_id
 from xrank.system import replace as replace_file
 

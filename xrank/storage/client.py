@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures  # loads threads and queues at first use
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
 
@@ -563,7 +563,7 @@ def read_ranges(store: ObjectStore, key: str, status: ObjectStatus, ranges: Iter
         for offset, into in group:
             into[:] = data[offset - start : offset - start + len(into)]
 
-    with ThreadPoolExecutor(min(store.settings.connections, len(groups) or 1), "xrank-store") as pool:
+    with futures.ThreadPoolExecutor(min(store.settings.connections, len(groups) or 1), "xrank-store") as pool:
         try:
             for _ in pool.map(fetch, groups):
                 pass

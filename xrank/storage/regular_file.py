@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures  # loads threads and queues at first use
 from contextlib import contextmanager
 from functools import partial, partialmethod
 from itertools import islice
@@ -321,7 +321,7 @@ class ObjectFile(RegularFile, frozen=True):
                 joined.append([offset, end])
         if len(joined) < 2:
             return
-        with ThreadPoolExecutor(self.store.settings.connections) as pool:
+        with futures.ThreadPoolExecutor(self.store.settings.connections) as pool:
             list(pool.map(lambda one: self._get(*one), joined))
 
     @property
@@ -377,7 +377,7 @@ def _read_ahead(path: str, *, is_last: bool) -> None:
     paths = [f"{folder}/{one}" for one in [*names[at:], *names[:at]]]
     files = (open_object(Origin(one)) for one in paths if places.is_file(one))
     ahead = list(islice(filter(None, (file.bring_end(is_last=is_last) for file in files)), _NUM_AHEAD))
-    with ThreadPoolExecutor(_NUM_AHEAD) as pool:
+    with futures.ThreadPoolExecutor(_NUM_AHEAD) as pool:
         for one in [pool.submit(read) for read in ahead]:
             one.exception()
 

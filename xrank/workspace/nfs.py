@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from xrank import system
 from xrank.errors import UsageError, check_no_url
-from xrank.ranks.directory_messages import DirectoryMessages, check_state_owner, list_names, make_directory
+from xrank.ranks.directory_messages import DirectoryMessages
 from xrank.ranks.memory import explain_no_space
 from xrank.storage.places import state_file_name
+from xrank.storage.shared_directory import check_state_owner, list_names, make_directory
 from xrank.workspace.base import MessagingWorkspace, check_rank, find_identity, make_place_error
 from xrank.workspace.states import StateArchive, make_state_archive, read_run_id, read_state
 
