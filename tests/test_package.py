@@ -53,14 +53,37 @@ def test_importing_is_cheap(module):
 
 def test_a_plain_gather_imports_no_module_of_other_work(tmp_path):
     leave_states(tmp_path / "workspace")
-    unused = (
+    unused = [
         *("recipes.reshard_plan", "recipes.load_plan", "formats.signature", "layout.layout_diff"),
         *("readers.torch_save", "readers.hugging_face.folder", "commands.verify", "commands.export", "virtual"),
-    )
-    code = "import sys, xrank; xrank.gather_checkpoint('workspace', 'out'); print(' '.join(sys.modules))"
-    imported = python(code, cwd=tmp_path).split()
-    assert "xrank.commands.gather" in imported
-    assert [name for name in unused if f"xrank.{name}" in imported] == []
+        *("layout.terms", "engine.holdings", "ranks.waits", "ranks.directory_messages"),
+    ]
+    writing = ["commands.folder_filling", "engine.file_writing", "engine.rounds", "storage.folder_stage"]
+    code = "import sys, xrank; xrank.gather_checkpoint('workspace', 'out', dry_run=DRY); print(' '.join(sys.modules))"
+    for dry_run in (True, False):
+        imported = python(code.replace("DRY", str(dry_run)), cwd=tmp_path).split()
+        assert "xrank.commands.gather" in imported
+        assert [name for name in unused if f"xrank.{name}" in imported] == []
+        assert [name for name in writing if f"xrank.{name}" in imported] == ([] if dry_run else writing)
+
+
+COUNTS_COLLECTIONS = """
+import atexit, gc
+from xrank.cli.main import main
+
+def count():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+before = count()
+atexit.register(lambda: print(count() - before, gc.get_freeze_count() > 0))
+main()
+"""
+
+
+def test_a_small_command_looks_for_no_garbage_even_at_its_end(tmp_path):
+    leave_states(tmp_path / "workspace")
+    words = ("gather", "workspace", "--out", "out", "--dry-run", "-q")
+    assert python(COUNTS_COLLECTIONS, *words, cwd=tmp_path) == "out\n0 True\n"
 
 
 def test_importing_xrank_imports_nothing_else_of_it():

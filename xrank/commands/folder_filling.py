@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from xrank.commands.earlier_output import find_earlier, identify_output
 from xrank.commands.report import EARLIER_NOTE, WrittenOutput
 from xrank.engine.buffers import OpenSource
 from xrank.engine.file_writing import (
     FileDigests,
     WrittenFiles,
-    find_together,
     hash_beside,
-    identify_output,
     write_files,
 )
 from xrank.engine.hf_folder import index_name, index_text
@@ -38,8 +37,7 @@ from xrank.storage.manifest import (
     TensorSource,
     manifest_text,
 )
-from xrank.storage.output_place import check_room
-from xrank.storage.staging import check_output, check_store_writer, open_stage, settle_output
+from xrank.storage.staging import check_store_writer, open_stage, settle_output
 from xrank.storage.url import is_url
 
 if TYPE_CHECKING:
@@ -152,7 +150,7 @@ def make_once(
     planned: FolderPlan | Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
 ) -> WrittenOutput:
     """Return the output that the same command has made, after the rest of that run's work; else make it of files."""
-    found = None if planned.options.overwrite else _find_earlier(planned, out, team)
+    found = None if planned.options.overwrite else find_earlier(planned, out, team)
     if found is not None:
         if team.is_first:
             settle_output(out)
@@ -160,18 +158,6 @@ def make_once(
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(planned.plan.source, beside)) as files:
         return make_output(planned, files, out, progress, team)
-
-
-def _find_earlier(planned: FolderPlan | Reshard, out: str, team: Team) -> tuple[FileFacts, ...] | None:
-    return find_together(team, out, planned.digest, planned.companions, planned.texts)
-
-
-def check_dry_run(planned: FolderPlan | Reshard, out: str) -> None:
-    """Refuse a place that cannot take the output, before anything is written."""
-    overwrite = planned.options.overwrite
-    if overwrite or _find_earlier(planned, out, Team()) is None:
-        check_output(out, overwrite=overwrite, replaces_states=not isinstance(planned, FolderPlan))
-    check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
 
 
 def _small_file(line: JournalLine) -> ManifestFile:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.commands.folder_filling import check_dry_run, make_once
+from xrank.commands.earlier_output import check_dry_run
 from xrank.commands.report import counts_requests, folder_report, plan_report
 from xrank.engine.replicas import ReplicaChoice
 from xrank.engine.report import Report
@@ -210,6 +210,9 @@ def gather_checkpoint(
         check_dry_run(planned, target)
         report = plan_report(planned, target, started)
         return report if push is None else push.name(report)
+
+    from xrank.commands.folder_filling import make_once  # a dry run moves no byte
+
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
 
     def prove() -> FolderPlan:

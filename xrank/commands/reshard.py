@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.commands.folder_filling import check_dry_run, make_once
+from xrank.commands.earlier_output import check_dry_run
 from xrank.commands.report import counts_requests, reshard_report
 from xrank.engine.report import Report
 from xrank.errors import UsageError, names_own_arguments, option
@@ -116,6 +116,9 @@ def reshard_checkpoint(
         reshard = plan(host_name())
         check_dry_run(reshard, path)
         return reshard_report(reshard, path, started)
+
+    from xrank.commands.folder_filling import make_once  # a dry run moves no byte
+
     team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
     with team.together():
         # States name one host, whichever rank writes them.

@@ -1,7 +1,6 @@
 """Write a plan's files into a stage, alone or with a team, and read files again for their digests.
 
-Files that an interrupted run finished are kept if they read back as recorded. A whole output of the same command, which
-a signal or a failing disk left after its rename, is found by the plan's digest in its manifest.
+Files that an interrupted run finished are kept if they read back as recorded.
 """
 
 from __future__ import annotations
@@ -9,21 +8,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from time import monotonic
 
-import xxhash
 from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.engine.buffers import FileTarget, NullTarget
-from xrank.engine.companions import CompanionFile
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import COPY
 from xrank.engine.planner import Plan, make_plan
-from xrank.engine.report import FileFacts
 from xrank.engine.rounds import Outputs, Work, make_files
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FinishedFile, digest_text, make_finished_file
@@ -36,9 +32,7 @@ from xrank.ranks.team import Team
 from xrank.storage.commit import Stage
 from xrank.storage.disk import explain_errors
 from xrank.storage.folder_stage import FolderStage
-from xrank.storage.places import digest_plain_file
 from xrank.storage.regular_file import open_regular
-from xrank.storage.staging import output_file_nbytes, read_output_manifest
 from xrank.storage.url import is_url
 from xrank.system import count_cores
 from xrank.words import plural, size_text
@@ -173,38 +167,6 @@ def hash_stretch(
                 raise CancelledError
             state.update(file.read(offset, min(step, end - offset)))
     return state.digest()
-
-
-def identify_output(plan_digest: str, small_files: Mapping[str, str]) -> str:
-    """Return the digest of an output's plan and of its small files, which are name -> XXH3-128."""
-    state = xxhash.xxh3_128(plan_digest.encode())
-    for one in sorted(small_files.items()):
-        state.update(repr(one).encode())
-    return state.hexdigest()
-
-
-def find_together(
-    team: Team, out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
-) -> tuple[FileFacts, ...] | None:
-    """Return the weights' files of an output that this plan has made, none on other ranks than the first.
-
-    None: there is no such output. Sizes are compared with the manifest, contents are not read: `xrank verify` does.
-    `texts` are the contents of the small files that are written from the plan; they replace companions of their name.
-    """
-    if not team.is_first:
-        return () if team.broadcast("whether the output is made") == "made" else None
-    found = None
-    with suppress(OSError, XrankError):
-        manifest = read_output_manifest(out)
-        small = {one.name: digest_plain_file(one.path) for one in companions if one.name not in texts}
-        small |= {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
-        listed = (*manifest["files"], *manifest["companions"])
-        is_same = manifest.get("plan") == identify_output(plan_digest, small)
-        if is_same and all(output_file_nbytes(out, one["name"]) == one["nbytes"] for one in listed):
-            weights = {tensor["file"] for tensor in manifest["tensors"].values()}
-            found = tuple(FileFacts(**one) for one in manifest["files"] if not weights or one["name"] in weights)
-    team.broadcast("whether the output is made", "to be made" if found is None else "made")
-    return found
 
 
 _logger = logging.getLogger(__name__)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xrank.errors import UsageError, XrankError, option
-from xrank.storage.commit import Stage
 from xrank.storage.disk import sync_folder
-from xrank.storage.folder_stage import open_folder_stage
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.output_place import OutputPlace, check_folder_output, hold_lock
 from xrank.storage.url import clean_path, is_url
+
+if TYPE_CHECKING:
+    from xrank.storage.commit import Stage
 
 
 class HasSource(Protocol):
@@ -62,6 +63,8 @@ def open_stage(
         with open_bucket_stage(BucketPlace.from_url(out), plan_digest, **options) as stored:
             yield stored
     else:
+        from xrank.storage.folder_stage import open_folder_stage  # a dry run opens none
+
         with open_folder_stage(OutputPlace.from_path(out), plan_digest, **options) as stage:
             yield stage
 
