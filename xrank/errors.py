@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 _OPTION, _VALUE, _OPTION_END, _CHOICE, _OR, _CHOICE_END, _AGAIN = map(chr, range(0xFDD0, 0xFDD7))
-_MARKED_OPTION = re.compile(f"{_OPTION}([a-z][a-z0-9_]*)(?:{_VALUE}([^{_OPTION}-{_AGAIN}]*))?{_OPTION_END}")
-_MARKED_AGAIN = re.compile(f"{_AGAIN} with ({_MARKED_OPTION.pattern})")
-_MARKED_CHOICE = re.compile(f"{_CHOICE}([^{_CHOICE}{_CHOICE_END}]*){_CHOICE_END}")
+_MARKED_OPTION = f"{_OPTION}([a-z][a-z0-9_]*)(?:{_VALUE}([^{_OPTION}-{_AGAIN}]*))?{_OPTION_END}"
+_MARKED_AGAIN = f"{_AGAIN} with ({_MARKED_OPTION})"
+_MARKED_CHOICE = f"{_CHOICE}([^{_CHOICE}{_CHOICE_END}]*){_CHOICE_END}"
 _UNNAMED = "!"
 _MARK = re.compile(f"[{_OPTION}-{_AGAIN}]")
 
@@ -123,15 +123,15 @@ class Wording(Struct, frozen=True):
         """Return a text as this wording shows it."""
         text = marked(text)
         if _MARK.search(text):
-            text = _MARKED_CHOICE.sub(self._choose, text)
-            text = _MARKED_AGAIN.sub(self._repeat, text)
+            text = re.sub(_MARKED_CHOICE, self._choose, text)
+            text = re.sub(_MARKED_AGAIN, self._repeat, text)
             text = text.replace(AGAIN, "run the same command" if self.is_command else "make the same call")
-            text = _MARKED_OPTION.sub(self._spell, text)
+            text = re.sub(_MARKED_OPTION, self._spell, text)
         return text
 
     def _choose(self, match: re.Match[str]) -> str:
         remedies = match[1].split(_OR)
-        names = ({name for name, _ in _MARKED_OPTION.findall(remedy)} for remedy in remedies)
+        names = ({name for name, _ in re.findall(_MARKED_OPTION, remedy)} for remedy in remedies)
         known = [one for one, of in zip(remedies, names, strict=True) if self.options is None or of <= self.options]
         return ", or ".join(known or remedies)
 
@@ -139,7 +139,7 @@ class Wording(Struct, frozen=True):
         """Return the whole command with one more option, where it is known."""
         if self.typed is None:
             return match[0]
-        more = _MARKED_OPTION.sub(replace(self, variables={})._spell, match[1])
+        more = re.sub(_MARKED_OPTION, replace(self, variables={})._spell, match[1])
         return f"run: {self.typed}" if f" {more}" in self.typed else f"run: {self.typed} {more}"
 
     def _spell(self, match: re.Match[str]) -> str:

@@ -211,8 +211,8 @@ _MAX_MAGIC_NBYTES = 64
 class _ForeignKind(Struct, frozen=True):
     noun: str
     next_step: str
-    name: str | re.Pattern[str] | None = None
-    """Names of such files or folders, as a regular expression: few commands need one, so none is compiled ahead."""
+    name: str | None = None
+    """Names of such files or folders, as a regular expression."""
     magic: bytes = b""
     """First bytes of such files."""
 
@@ -248,7 +248,7 @@ _KINDS = (
 )
 
 
-_SMALL = re.compile(
+_SMALL = (
     r"config\.json|generation_config\.json|(preprocessor|processor)_config\.json|tokenizer.*|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|chat_template\..*|adapter_config\.json"
 )
@@ -290,7 +290,7 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
             want="a checkpoint of a framework on torch, or a Hugging Face folder",
             next_step=kind.next_step,
         )
-    small = [os.path.relpath(place, path) for place, name in names if _SMALL.fullmatch(name)]
+    small = [os.path.relpath(place, path) for place, name in names if re.fullmatch(_SMALL, name)]
     if not small or not is_folder:
         return None
     return UnknownFormatError(
@@ -303,7 +303,7 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
 
 
 _SEARCHED_LEVELS = 2
-_UNFINISHED = re.compile(r"(^|/)tmp-|[.-]tmp(\.|-\d+|$|/)")
+_UNFINISHED = r"(^|/)tmp-|[.-]tmp(\.|-\d+|$|/)"
 """Paths of folders that a save renames once it has finished.
 
 transformers 4.37, trainer.py: ``tmp-checkpoint-500``; orbax/checkpoint/_src/path/atomicity.py:
@@ -314,7 +314,7 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 # verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path.
 _PART = re.compile(r"pytorch_model_fsdp(_0)?|sharded|dist_ckpt")
 """Folders beside a whole model that hold the same checkpoint in shards."""
-_STAGE = re.compile(r"(?i)(^|[/_.-])(pp|pipe|pipeline|stage|part)([_.-]?(rank|stage))?[_.-]?\d+(/|$)")
+_STAGE = r"(?i)(^|[/_.-])(pp|pipe|pipeline|stage|part)([_.-]?(rank|stage))?[_.-]?\d+(/|$)"
 """Paths of folders that may each hold a stage of a pipeline. Steps of training may be called so, too."""
 _MAX_FILES = 16
 """Files of ``torch.save`` beside a source that are looked at."""
@@ -434,7 +434,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     exported = _find_exported(found)
     if exported is not None:
         return exported
-    begun = [place for place, _ in found if _UNFINISHED.search(os.path.relpath(place, path))]
+    begun = [place for place, _ in found if re.search(_UNFINISHED, os.path.relpath(place, path))]
     if 0 < len(begun) < len(found):
         found = [(place, fitting) for place, fitting in found if place not in begun]
     if len(found) > 1:
@@ -450,7 +450,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
             else "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
             f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole model, "
             "give the path of one of them"
-            if all(_STAGE.search(os.path.relpath(place, path)) for place, _ in found)
+            if all(re.search(_STAGE, os.path.relpath(place, path)) for place, _ in found)
             else "give the path of one of them",
         )
     if not found:

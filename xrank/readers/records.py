@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from xrank.storage.regular_file import RegularFile
 
 
-ENGINE_PART = re.compile(r"model-(.*-)?(rank|tp)-\d+-part-\d+\.safetensors|rank\d+\.safetensors")
+ENGINE_PART = r"model-(.*-)?(rank|tp)-\d+-part-\d+\.safetensors|rank\d+\.safetensors"
 """Names of files with a rank's part of a model that an inference engine saved."""
 
 ONE_SAVE = "let all ranks save into an empty folder, or copy the folder of one save again from where it was written"

@@ -57,7 +57,7 @@ _WRAPPER = ".base_layer"
 _WRAPPERS = re.compile(r"(\.base_layer)+$")
 _BASE = f"{_WRAPPER}."
 # Other adapters: the first word of a parameter's name -> kind (peft/tuners; Megatron-Bridge: peft/utils.py).
-_OTHERS = re.compile(
+_OTHERS = (
     r"(?:^|\.)(?:(ia3)_l|(hada)_[wt]\d(?:_[ab])?|(lokr)_[wt]\d(?:_[ab])?|(b?oft)_[rRs]|(lora)_E|(vera)_lambda_[bd]"
     r"|(fourierft)_spectrum|(ln)_tuning_layers|(?<!\.token_adapter\.)(trainable)_tokens_delta|(adaption)_(?:prompt|gate)"
     # SAM has a prompt_encoder too, but not with an adapter's name and these tables.
@@ -158,7 +158,7 @@ def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (
     foreign = [name for name in names if name not in own]
     text = "\n".join(foreign)  # the pattern takes a second for 100,000 names, and most models have no such words
     is_likely = any(f"{word}_" in text or f".{word}." in text for word in _KINDS)
-    found = next(filter(None, map(_OTHERS.search, foreign)), None) if is_likely else None
+    found = next(filter(None, map(re.compile(_OTHERS).search, foreign)), None) if is_likely else None
     generic = next((name for name in foreign if name.startswith(PREFIX) and not is_lora), None)
     if found is None and generic is None:
         return

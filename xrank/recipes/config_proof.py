@@ -33,10 +33,10 @@ from xrank.words import likewise_text, plural
 _Shape = tuple[int, ...]
 # A longer number is not the index of a layer, and would make a mask of as many bits.
 _LAYER_INDEX = re.compile(r"\.(\d{1,5})(?=\.)")
-_OF_QUANTIZER = re.compile(r"[._:][^.]*(scale|absmax|quant|zero_?point|zeros|g_idx|blocks|packed|qdata|amax)[^.]*$")
-_UNEVEN = re.compile(".*modernv?bert.*|longcat_flash|pp_doclayout_v3|udop")
+_OF_QUANTIZER = r"[._:][^.]*(scale|absmax|quant|zero_?point|zeros|g_idx|blocks|packed|qdata|amax)[^.]*$"
+_UNEVEN = ".*modernv?bert.*|longcat_flash|pp_doclayout_v3|udop"
 """Model types whose first layer lacks a norm, or whose lists hold modules without tensors, or with tied ones."""
-_OF_LAYERS = re.compile("layer|dense|share|skip|period|interval|freq|step|every|pattern|stride|ratio|sparse")
+_OF_LAYERS = "layer|dense|share|skip|period|interval|freq|step|every|pattern|stride|ratio|sparse"
 
 
 class Hole(Struct, frozen=True):
@@ -73,7 +73,7 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
     (``num_kv_shared_layers``, ``layer_period``). Modules of several forms, such as stages of a vision tower, or layers
     of attention and of Mamba, show nothing of each other.
     """
-    if any(map(_UNEVEN.fullmatch, _list_types(config or {}))):
+    if any(re.fullmatch(_UNEVEN, kind) for kind in _list_types(config or {})):
         return None
     masks: dict[str, dict[str, int]] = {}
     for name in shapes:
@@ -153,7 +153,7 @@ def _find_lack(modules: _Modules, kinds: Sequence[_Kind], config: Mapping[str, A
     for tensors, numbers in kinds:
         for more, others in kinds:
             if len(others) > len(numbers) and tensors < more:
-                names = sorted(name for name, _ in more - tensors if not _OF_QUANTIZER.search(f".{name}"))
+                names = sorted(name for name, _ in more - tensors if not re.search(_OF_QUANTIZER, f".{name}"))
                 if names and not _is_explained(numbers, modules.numbers.bit_length(), config):
                     lacked, had = (f"{modules.path}.{number}.{names[0]}" for number in (numbers[0], others[0]))
                     return Hole(lacked, had, len(others))
@@ -175,7 +175,7 @@ def _is_explained(numbers: Sequence[int], count: int, config: Mapping[str, Any])
             others = [each for number, each in enumerate(value[:count]) if number not in numbers]
             if value == list(numbers) or (own and not any(each in others for each in own)):
                 return True
-        elif type(value) is int and value in forms and _OF_LAYERS.search(key):
+        elif type(value) is int and value in forms and re.search(_OF_LAYERS, key):
             return True
     return False
 
@@ -739,7 +739,7 @@ _OTHER_MEANINGS = {
 }
 """Kinds of claims, each with the model types in which the key does not give the length of these tensors."""
 _OF_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")
-_UNPROVEN = re.compile("(mm-)?grounding-dino")
+_UNPROVEN = "(mm-)?grounding-dino"
 
 
 def prove_config(
@@ -847,7 +847,7 @@ def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tupl
         config = {key: value for key, value in config.items() if key not in SIZE_KEYS}
     kinds = group_tensors(shapes)
     for section in split_config(config, kinds):
-        if any(map(_UNPROVEN.fullmatch, section.model_types)):
+        if any(re.fullmatch(_UNPROVEN, kind) for kind in section.model_types):
             continue
         # Without numbers, an object makes claims by its class alone.
         if not section.architecture and not any(type(value) is int for value in section.values.values()):

@@ -340,12 +340,12 @@ def _pair_by_name(
 
 
 _SIZE = r"(?:[A-Za-z_]\w*|[1-9][0-9]{0,8})"
-_ROOT = re.compile(rf"sqrt\(({_SIZE}(?: {_SIZE}){{0,7}})\)")
+_ROOT = rf"sqrt\(({_SIZE}(?: {_SIZE}){{0,7}})\)"
 
 
 def size_texts(times: str) -> tuple[str, ...]:
     """Return the sizes in ``sqrt(SIZE SIZE ...)``; none if the text is not of this form."""
-    found = _ROOT.fullmatch(times)
+    found = re.fullmatch(_ROOT, times)
     return () if found is None else tuple(found[1].split())
 
 

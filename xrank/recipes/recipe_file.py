@@ -24,7 +24,7 @@ from xrank.words import clip, list_text, nearest_text, size_text
 
 _BEGINNING = "layers "
 _VALUE = r"([A-Za-z_][\w.]*|[0-9]{1,18})"
-_CONDITION = re.compile(
+_CONDITION = (
     rf"(?P<range>from|before) {_VALUE}|every {_VALUE}(?: from {_VALUE})?|(?P<list>in|not in) {_VALUE}|{_VALUE} = (\S+)"
 )
 _Kind = Literal["from", "before", "every", "in", "not in"]
@@ -58,7 +58,7 @@ _HOLDS: Mapping[_Kind, Callable[[int, tuple[int, ...]], bool]] = {
 def is_layer_term(text: str) -> bool:
     """Return whether a term is well formed: ``layers``, then conditions."""
     return text.startswith(_BEGINNING) and all(
-        _CONDITION.fullmatch(one) for one in text.removeprefix(_BEGINNING).split(" and ")
+        re.fullmatch(_CONDITION, one) for one in text.removeprefix(_BEGINNING).split(" and ")
     )
 
 
@@ -76,7 +76,7 @@ def parse_layers(text: str, get: _Get, origin: str) -> LayerChoice | None:
 
 
 def _parse_condition(text: str, get: _Get) -> tuple[_Kind, tuple[int, ...]] | None:
-    found = _CONDITION.fullmatch(text)
+    found = re.fullmatch(_CONDITION, text)
     if found is None:
         return None
     _, bound, step, start, _, listed, key, entry = found.groups()
@@ -163,7 +163,7 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
     return a // b if b > 0 and (sign == "//" or a % b == 0) else None
 
 
-_KEY = re.compile(r"[A-Za-z_][\w.*-]*")
+_KEY = r"[A-Za-z_][\w.*-]*"
 _NUMBER = re.compile("[0-9]{1,18}")
 _MAX_OPERANDS = 32
 
@@ -179,15 +179,15 @@ def is_term(text: str) -> bool:
         return is_layer_term(text)
     for word in (" if ", " unless "):
         text, found, condition = text.partition(word)
-        if found and not _KEY.fullmatch(condition.partition(" = ")[0]):
+        if found and not re.fullmatch(_KEY, condition.partition(" = ")[0]):
             return False
     for word in ("not ", "len "):
         if text.startswith(word):
-            return _KEY.fullmatch(text.removeprefix(word)) is not None
+            return re.fullmatch(_KEY, text.removeprefix(word)) is not None
     operands = re.split(" (?:[-+*/]|//) ", text)
     # One after the other, each is evaluated by a call of its own.
     return len(operands) <= _MAX_OPERANDS and all(
-        _NUMBER.fullmatch(one) or one.startswith("len ") or _KEY.fullmatch(one) for one in operands
+        _NUMBER.fullmatch(one) or one.startswith("len ") or re.fullmatch(_KEY, one) for one in operands
     )
 
 

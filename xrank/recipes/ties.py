@@ -31,7 +31,7 @@ _UNSHARED: Mapping[str, Mapping[str, str]] = {
 """Ties of classes that the config's ``share_encoder_decoder_embeddings`` takes the shared embedding from."""
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 # The names that tie_word_embeddings concerns: heads and embeddings of all families, and the heads' second biases.
-_OF_WORDS = re.compile(
+_OF_WORDS = (
     r"(?:.*\.)?(?:(?:lm_head|embed_out|proj_out|vocab_projector|embed_tokens|wte|word_embeddings|embed_in|shared"
     r"|tok_embeddings|(?:lm_head|predictions)\.decoder)\.weight|(?:lm_head|predictions)\.decoder\.bias)"
 )
@@ -178,7 +178,7 @@ def find_ties(
     notes: list[tuple[str, str]] = []
     all_names = {shard.name for shard in shards}
     if declares_ties(config) is False:
-        of_words = {pair[1] for pair in recorded.items() if any(map(_OF_WORDS.fullmatch, pair))}
+        of_words = {pair[1] for pair in recorded.items() if any(re.fullmatch(_OF_WORDS, name) for name in pair)}
         known = base.tensors if base is not None and base.tensors else recorded
         untied = {
             name: target

@@ -30,7 +30,7 @@ from xrank.storage.client import (
 )
 from xrank.storage.url import can_list, clean_path, is_url, split_url
 
-_CAUSE = re.compile(r"\b(?:Missing|Invalid|Open|Decode|Unknown|Unable)[A-Z]\w+")
+_CAUSE = r"\b(?:Missing|Invalid|Open|Decode|Unknown|Unable)[A-Z]\w+"
 """object_store's name of what an environment lacks."""
 _AZURE = "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY as Azure shows it or another credential"
 _NEXT_STEPS = {
@@ -102,7 +102,7 @@ def _open_backend(scheme: str, root: str, settings: StoreSettings) -> Backend:
         return AzureBackend(AzureStore(container, **options), root, settings)
     except BaseError as error:
         # A name, as the text may contain more of the environment.
-        cause = " ".join(_CAUSE.findall(str(error))[:1]) or type(error).__name__
+        cause = " ".join(re.findall(_CAUSE, str(error))[:1]) or type(error).__name__
         raise make_credentials_error(root, _NEXT_STEPS.get(scheme, "correct the URL"), cause) from None
 
 

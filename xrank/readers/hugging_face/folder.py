@@ -269,7 +269,7 @@ def is_rank_part(name: str, beside: Collection[str]) -> bool:
     """
     numbered = _NUMBERED_PART.fullmatch(name)
     if numbered is None:
-        return ENGINE_PART.fullmatch(name) is not None
+        return re.fullmatch(ENGINE_PART, name) is not None
     return _METADATA in beside or (numbered[1] == "model" and _FIRST in beside and _WHOLE not in beside)
 
 
