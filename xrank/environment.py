@@ -7,8 +7,7 @@ ranks in one process) passes its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 SETTINGS = (
     "XRANK_WORKSPACE",
@@ -31,20 +30,6 @@ def environ() -> Mapping[str, str]:
 def scratch_folder(environ: Mapping[str, str]) -> str:
     """Return the folder for large temporary files: TMPDIR, or /var/tmp, as /tmp may be memory (file-hierarchy(7))."""
     return environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  files in it have no name
-
-
-@contextmanager
-def silent_torch() -> Iterator[None]:
-    """Let torch, first imported in the body, write no C++ frames, unless the user chose what it writes."""
-    name = "TORCH_CPP_LOG_LEVEL"  # c10/util/Logging.cpp
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "FATAL"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def forgo_blas_threads() -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,13 +23,16 @@ from tests.commands.made_workspaces import assert_holds, flip, layout_of, leave,
 from tests.free_port import free_port
 from tests.sampled import sampled, sampled_rows
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.ranks.store import GroupStore
+from xrank.ranks.tcp_store import TcpStore
+from xrank.ranks.waits import name_of_ranks
 
 SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
 """Of the engine: so that a small model crosses windows, ranks and rounds."""
 FILES = ("--max-shard-size", "60KB")
 """About ten."""
 _START_SECONDS = 25.0
-"""In which a process begins on a busy machine: Python, and torch."""
+"""In which a process begins on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -186,22 +188,40 @@ def refused_usage(ended: Ended) -> str:
     return ended.stderr.splitlines()[0].removeprefix("xrank: UsageError: ")
 
 
+_WITHOUT_TORCH = (
+    "import sys; from xrank.cli.main import main; sys.argv = ['xrank', 'gather', *sys.argv[1:]]\n"
+    "try: main()\nexcept SystemExit as left: assert not left.code, left.code\n"
+    "assert 'torch' not in sys.modules"
+)
+
+
 def test_a_step_of_one_task_and_a_world_of_one_need_no_torch(source: Path, tmp_path: Path) -> None:
-    program = (
-        "import sys; from xrank.cli.main import main; sys.argv = ['xrank', 'gather', *sys.argv[1:]]\n"
-        "try: main()\nexcept SystemExit as left: assert not left.code, left.code\n"
-        "assert 'torch' not in sys.modules"
-    )
     for marks in (
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"},
     ):
         out = tmp_path / f"model{len(marks)}"
         subprocess.run(
-            [sys.executable, "-c", program, source, "--out", out, "-q"],
+            [sys.executable, "-c", _WITHOUT_TORCH, source, "--out", out, "-q"],
             env={**os.environ, **marks}, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         assert_holds(out, wide_model())
+
+
+@pytest.mark.parametrize("keeper", ["the launcher", "rank 0"])
+def test_ranks_of_a_launcher_need_no_torch(source: Path, tmp_path: Path, keeper: str) -> None:
+    out, port = tmp_path / "model", free_port()
+    marks = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    if keeper == "the launcher":
+        launcher = torch.distributed.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        assert launcher.port == port
+        marks |= {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(source), "--out", str(out), "-q", "--distributed"]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **marks, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]
+    assert [rank.wait(60) for rank in started] == [0, 0]
+    assert_holds(out, wide_model())
 
 
 # ---- failures
@@ -336,7 +356,7 @@ def test_a_first_rank_killed_before_all_have_met(source: Path, tmp_path: Path, m
     else:
         first, others, limit = start(0, 600), [start(1, 600)], 5 + _START_SECONDS  # rank 2 never comes
         store = connected_store(port)
-        while not any("/here/1" in key for key in store.list_keys()):
+        while store.peek(f"meeting/{name_of_ranks((0, 1, 2))}/1/here/1") is None:
             assert others[0].poll() is None and first.poll() is None, others[0].stderr.read()
             time.sleep(0.05)
         first.kill()
@@ -350,17 +370,15 @@ def test_a_first_rank_killed_before_all_have_met(source: Path, tmp_path: Path, m
     assert not out.exists()
 
 
-def connected_store(port: int) -> Any:
-    """Return a connection to the store at a port, once there is one."""
+def connected_store(port: int) -> GroupStore:
+    """Return a connection to the store of the first gather at a port, once there is one."""
     end = time.monotonic() + 60
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            return GroupStore(TcpStore("127.0.0.1", port, timeout_seconds=5)).with_prefix("group_1")
         except OSError:
             assert time.monotonic() < end
             time.sleep(0.05)
-        else:
-            return torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Stores: values by name, as torch.distributed's own stores and the one inside a process hold them."""
 
 import gc
+import socket
+import struct
 import time
 
 import pytest
@@ -9,7 +11,12 @@ from msgspec.structs import replace
 
 from tests.free_port import free_port
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.ranks import tcp_store
 from xrank.ranks.store import GroupStore, Launch, LocalStore, connect_launched_ranks, find_store
+from xrank.ranks.tcp_store import StoreServer, TcpStore
+
+VALID = struct.pack("<BI", 0, 0x3C85F7CE)
+"""What a rank sends first."""
 
 
 def tcp_server():
@@ -20,13 +27,30 @@ def tcp_client(server):
     return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
-@pytest.fixture(params=["local", "hash", "file", "tcp", "prefix"])
+def connection_to(server):
+    connection = own_client(server)
+    connection.kept = server  # it ends with the last reference
+    return connection
+
+
+def own_client(server):
+    return TcpStore("127.0.0.1", server.port, timeout_seconds=5)
+
+
+def own_store(port=None):
+    port = port or free_port()
+    return GroupStore(TcpStore("127.0.0.1", port, timeout_seconds=5, server=StoreServer(port)))
+
+
+@pytest.fixture(params=["local", "hash", "file", "tcp", "a connection to torch's", "xrank's own", "prefix"])
 def store(request, tmp_path):
     makers = {
         "local": LocalStore,
         "hash": lambda: GroupStore(dist.HashStore()),
         "file": lambda: GroupStore(dist.FileStore(str(tmp_path / "store"), 2)),
         "tcp": lambda: GroupStore(tcp_server()),
+        "a connection to torch's": lambda: GroupStore(connection_to(tcp_server())),
+        "xrank's own": own_store,
         "prefix": lambda: GroupStore(dist.PrefixStore("group", tcp_server())),
     }
     return makers[request.param]()
@@ -47,9 +71,54 @@ def test_a_value_is_there_until_it_is_removed_and_nobody_waits_for_one(store):
 
 
 def test_a_clone_of_a_connection_is_one_of_its_own():
-    # Two threads on one connection would read each other's answers.
-    torchs = tcp_server()
+    # Two threads on one connection would wait for each other's answers.
+    torchs, own = tcp_server(), own_store()
     assert GroupStore(torchs).clone()._store is not torchs
+    assert own.clone()._store is not own._store
+    own.put("a", "1")
+    assert own.clone().peek("a") == "1" and own.with_prefix("part").clone().peek("a") is None
+
+
+def test_a_name_is_claimed_by_one_rank_and_a_long_value_is_read_by_all(store):
+    assert [store.claim("place", rank) for rank in ("first", "second")] == ["first", "first"]
+    text = "long \u2192 " * 100_000
+    store.put("text", text)
+    assert store.peek("text") == text and store.clone().peek("text") == text
+
+
+def test_an_answer_that_a_signal_broke_off_is_not_taken_for_the_next_ones(monkeypatch):
+    store = own_store()
+    store.put("a", "1")
+    store.put("b", "2")
+
+    def interrupted(connection, nbytes):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tcp_store, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.peek("a")
+    assert store.peek("b") == "2" and store.peek("c") is None
+
+
+def test_what_is_no_rank_is_hung_up_on_and_the_ranks_are_served_on():
+    port = free_port()
+    store = own_store(port)
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", VALID + bytes([99]), VALID + b"\1" + b"\xff" * 8, VALID[:3]):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    store.put("a", "1")
+    assert store.peek("a") == "1"
+
+
+def test_what_listens_and_does_not_answer_is_no_store(monkeypatch):
+    monkeypatch.setattr(tcp_store, "_CONNECT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        with pytest.raises(RankTimeoutError, match=r"rank 0 opened no store at .*: timed out"):
+            connect_launched_ranks(launch_of(1), environ, timeout_seconds=0.2)
 
 
 def test_a_store_that_keeps_every_value_may_be_asked_to_forget():
@@ -63,9 +132,10 @@ def test_a_store_that_keeps_every_value_may_be_asked_to_forget():
     assert store.peek("a") == "1"
 
 
-def test_a_store_that_is_gone_is_rank_0s_failure_at_once():
+@pytest.mark.parametrize("connect", [tcp_client, own_client], ids=["torch's", "xrank's"])
+def test_a_store_that_is_gone_is_rank_0s_failure_at_once(connect):
     server = tcp_server()
-    store = GroupStore(tcp_client(server))
+    store = GroupStore(connect(server))
     store.put("a", "1")
     del server
     gc.collect()

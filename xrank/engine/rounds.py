@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
@@ -467,10 +468,8 @@ def make_in_rounds(
 @contextmanager
 def exchange(team: Team, what: str, outputs: Outputs, results: PartialResults) -> Iterator[list[PartialResults]]:
     """Send this rank's findings of a round to the first, and yield there those of all ranks, elsewhere none."""
-    import torch  # ranks that meet have imported it already: they met through its store
-
     message = {
-        "findings": torch.frombuffer(bytearray(msgspec.msgpack.encode(results)), dtype=torch.uint8),
+        "findings": b2a_base64(msgspec.msgpack.encode(results), newline=False).decode(),
         "receipt": outputs.take_receipt(),
         "traffic": [*astuple(client.take_traffic())],
     }
@@ -479,7 +478,7 @@ def exchange(team: Team, what: str, outputs: Outputs, results: PartialResults) -
             outputs.accept(one["receipt"])
             if position:  # the first rank has counted its own
                 client.add_traffic(client.StoreTraffic(*one["traffic"]))
-        yield [msgspec.msgpack.decode(one["findings"].numpy().tobytes(), type=PartialResults) for one in messages]
+        yield [msgspec.msgpack.decode(a2b_base64(one["findings"]), type=PartialResults) for one in messages]
 
 
 class _Joining:

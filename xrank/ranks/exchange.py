@@ -397,6 +397,8 @@ def _refusal(kind: type, where: str) -> UsageError:
 
 def make_tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
     """Return tensors over these buffers, without a copy."""
+    if not rows:
+        return []  # without torch, which may not be there
     import torch
 
     tensors, remaining = [], iter(buffers)
@@ -493,6 +495,8 @@ def _pad_bytes(tensor: torch.Tensor) -> bytes:
 
 def inline_tensors(rows: Sequence[Any], content: bytearray) -> list[torch.Tensor]:
     """Return the tensors of a message's own content."""
+    if not rows:
+        return []
     import torch
 
     if len(rows) == 1 and rows[0][2] == 1 and content:  # a single tensor, as most gathers have

@@ -6,16 +6,18 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from itertools import count
 from time import sleep
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from xrank.environment import setting, silent_torch
+from xrank.environment import setting
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.failure import Deadline
+
+if TYPE_CHECKING:
+    from xrank.ranks.tcp_store import StoreServer
 
 
 class Launch(Struct, frozen=True):
@@ -149,7 +151,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 _PREFIX = "xrank/"
 _PAUSE_SECONDS = 0.001
 _NUM_PAUSES = 1000
-_CONNECT_SECONDS = 3.0
 _CONNECT_PAUSE_SECONDS = 0.05
 _AGENT_SECONDS = 300.0
 """Time in which torchrun's store, which is there before its ranks, must answer."""
@@ -180,10 +181,10 @@ class Store(Protocol):
 
 
 class GroupStore:
-    """A torch.distributed store (``torch.distributed.Store``) as a `Store`."""
+    """A torch.distributed store (``torch.distributed.Store``), or a `TcpStore`, as a `Store`."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, prefix: str = _PREFIX) -> None:
+        self._store, self._prefix = store, prefix
         self._kept: GroupStore | None = None
 
     def keep(self, other: GroupStore) -> None:
@@ -193,25 +194,26 @@ class GroupStore:
     def put(self, name: str, value: str) -> None:
         """Set a value that all ranks then see."""
         with _name_store_failure():
-            self._store.set(_PREFIX + name, value)
+            self._store.set(self._prefix + name, value)
 
     def peek(self, name: str) -> str | None:
         """Return the value, or None before it was put."""
         with _name_store_failure():
             # get alone would block until there is one (torch/csrc/distributed/c10d/Store.hpp).
-            if not self._store.check([_PREFIX + name]):
+            if not self._store.check([self._prefix + name]):
                 return None
-            return str(self._store.get(_PREFIX + name).decode())
+            return str(self._store.get(self._prefix + name).decode())
 
     def remove(self, name: str) -> None:
         """Forget a value, if it is there."""
-        with suppress(RuntimeError, NotImplementedError):  # a store that keeps every value; no name is used twice
-            self._store.delete_key(_PREFIX + name)
+        # A store that keeps every value may stay so: no name is used twice.
+        with suppress(RuntimeError, NotImplementedError, OSError):
+            self._store.delete_key(self._prefix + name)
 
     def claim(self, name: str, value: str) -> str:
         """Set a value if no rank has claimed the name before, and return the value that counts."""
         with _name_store_failure():
-            if self._store.add(f"{_PREFIX}{name}/claims", 1) == 1:
+            if self._store.add(f"{self._prefix}{name}/claims", 1) == 1:
                 self.put(name, value)
                 return value
         for _ in range(_NUM_PAUSES):
@@ -224,7 +226,7 @@ class GroupStore:
         """Return the same store for another thread, over a connection of its own."""
         self.peek("")  # raises at once if the store is gone: a new connection would be tried again and again
         with _name_store_failure():
-            return GroupStore(self._store.clone())
+            return GroupStore(self._store.clone(), self._prefix)
 
     @property
     def host(self) -> str | None:
@@ -237,10 +239,7 @@ class GroupStore:
 
     def with_prefix(self, name: str) -> GroupStore:
         """Return a part of this store: a prefix keeps its names apart."""
-        import torch.distributed
-
-        distributed: Any = torch.distributed
-        return GroupStore(distributed.PrefixStore(name, self._store))
+        return GroupStore(self._store, f"{self._prefix}{name}/")
 
 
 class LocalStore:
@@ -348,8 +347,6 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
     """
     name = f"group_{next(_groups)}"  # a name in a store is not used twice
     deadline = Deadline(timeout_seconds)
-    with silent_torch():  # where a connection ends, it writes 40 lines
-        import torch.distributed
     if _has_agent_store(environ):
         return LaunchedRanks(_agent_store(environ, name, deadline=deadline), is_own=False, name=name)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
@@ -361,40 +358,30 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
             want="MASTER_ADDR, rank 0's host, and MASTER_PORT, a free port there, in the environment of every rank",
             next_step="set both, or start the ranks by torchrun, which does",
         )
-    distributed: Any = torch.distributed
-    if launch.rank != 0:
-        store = _connect_store(address, int(port), deadline)
-        return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True, name=name)
-    limit = timedelta(seconds=timeout_seconds)
-    try:
-        store = distributed.TCPStore(address, int(port), launch.world_size, True, timeout=limit, wait_for_workers=False)
-    except RuntimeError as error:  # torch.distributed.DistError
-        raise UsageError(
-            f"rank 0 cannot open a store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {_first_line(error)}",
-            rank=0,
-            next_step="give MASTER_PORT a port that is free on rank 0's host",
-        ) from error
-    return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True, name=name)
+    server = None
+    if launch.rank == 0:
+        from xrank.ranks.tcp_store import StoreServer  # one process does not need sockets
 
-
-def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
-    """Return a connection to the store at an address once something listens there; RankTimeoutError if nothing does.
-
-    Alone, torch takes up to three times its time limit, and writes its C++ frames.
-    """
-    import socket
-
-    import torch.distributed
-
-    distributed: Any = torch.distributed
-    while True:
-        limit = max(0.1, min(_CONNECT_SECONDS, deadline.remaining_seconds))
         try:
-            socket.create_connection((address, port), timeout=limit).close()
-            store = distributed.TCPStore(
-                address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
-            )
-        except (OSError, RuntimeError) as error:  # torch.distributed.DistError
+            server = StoreServer(int(port))
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"rank 0 cannot open a store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {_first_line(error)}",
+                rank=0,
+                next_step="give MASTER_PORT a port that is free on rank 0's host",
+            ) from error
+    store = _connect_store(address, int(port), deadline, server)
+    return LaunchedRanks(store.with_prefix(name), is_own=True, name=name)
+
+
+def _connect_store(address: str, port: int, deadline: Deadline, server: StoreServer | None = None) -> GroupStore:
+    """Return a connection to the store at an address once something listens there; RankTimeoutError if nothing does."""
+    from xrank.ranks.tcp_store import TcpStore  # one process does not need sockets
+
+    while True:
+        try:
+            return GroupStore(TcpStore(address, port, deadline.timeout_seconds, server))
+        except (OSError, OverflowError) as error:
             if deadline.has_passed:
                 raise RankTimeoutError(
                     f"rank 0 opened no store at {address}:{port} within {deadline.timeout_seconds:g} s: "
@@ -404,9 +391,6 @@ def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
                     next_step="look at rank 0's own error first; MASTER_ADDR must be its host, seen from all others",
                 ) from error
             sleep(min(_CONNECT_PAUSE_SECONDS, deadline.remaining_seconds))
-        else:
-            store.set_timeout(timedelta(seconds=deadline.timeout_seconds))
-            return store
 
 
 def _has_agent_store(environ: Mapping[str, str]) -> bool:
@@ -414,22 +398,19 @@ def _has_agent_store(environ: Mapping[str, str]) -> bool:
 
 
 def _agent_store(environ: Mapping[str, str], *names: str, deadline: Deadline | None = None) -> GroupStore:
-    import torch.distributed
-
-    distributed: Any = torch.distributed
     deadline = deadline or Deadline(_AGENT_SECONDS)
     store = _connect_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), deadline)
     # The agent's store outlives a restart, and the next attempt must not find the names of the last one.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return GroupStore(distributed.PrefixStore("/".join(("xrank", f"attempt_{attempt}", *names)), store))
+    return store.with_prefix("/".join(("xrank", f"attempt_{attempt}", *names)))
 
 
 @contextmanager
 def _name_store_failure() -> Iterator[None]:
-    """Turn the store's own error (torch.distributed.DistError, a RuntimeError) into ours."""
+    """Turn the store's own error (torch.distributed.DistError, a RuntimeError; a connection's) into ours."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         cause = f"the store that the ranks meet through is gone: {_first_line(error)}"
         next_step = "look at the error of rank 0, or of the launcher, first"
         failure = RankFailedError(f"rank 0 failed, or the launcher: {cause}", rank=0, cause=cause, next_step=next_step)
