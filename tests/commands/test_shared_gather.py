@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.cli.bench import Ended, run
 from tests.commands.forked_ranks import ForkedRanks, Rank, forked_ranks
 from tests.commands.made_workspaces import assert_holds, flip, layout_of, leave, made_model, state_of, wide_model
 from tests.free_port import free_port
+from tests.readers.made_zero import made_model as made_zero_model
+from tests.readers.made_zero import write_zero
 from tests.sampled import sampled, sampled_rows
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.ranks.store import GroupStore
@@ -245,12 +249,32 @@ def test_a_rank_that_sees_another_source_is_named(ranks: ForkedRanks, source: Pa
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_that_does_not_find_the_source_is_named(ranks: ForkedRanks, source: Path, tmp_path: Path) -> None:
-    ended = ranks("gather", source, "--out", tmp_path / "model", more=(1, ["--format", "nonsense"]), num_ranks=3)
-    assert ended[1].exit_code == 2 and "nonsense" in ended[1].stderr
-    check_follows(ended[0], 1)
-    check_follows(ended[2], 1)
-    assert os.listdir(tmp_path) == []
+def test_a_first_rank_killed_while_it_plans_is_named_by_those_that_wait_for_the_plan(
+    ranks: ForkedRanks, source: Path, tmp_path: Path
+) -> None:
+    ended = ranks("gather", source, "--out", tmp_path / "model", act=(0, "kill", 4), num_ranks=3)
+    assert ended[0].exit_code == -signal.SIGKILL
+    check_follows(ended[1], 0)
+    check_follows(ended[2], 0)
+    assert os.listdir(tmp_path) == [], "it was killed before it made the stage"
+
+
+def test_ranks_compare_another_form_of_the_model_together(ranks: ForkedRanks, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-2"
+    made = made_zero_model()
+    write_zero(folder, made)
+    saved = {name: tensor.contiguous() for name, tensor in made.expected.items()}
+    save_file(saved, folder / "model.safetensors")
+    want = alone(folder, tmp_path / "alone")
+    assert any(note["code"] == "also-here" and "agree" in note["message"] for note in want["notes"])
+    out = tmp_path / "shared"
+    assert shared(ranks("gather", folder, "--out", out, "--json", num_ranks=3)) == want
+    assert content(out) == content(tmp_path / "alone")
+    for name in ("up.weight", "norm.weight"):  # of two sizes: different ranks compare them
+        save_file({**saved, name: saved[name] + 1}, folder / "model.safetensors")
+        ended = ranks("gather", folder, "--out", tmp_path / "refused", num_ranks=3)
+        assert sorted(rank.exit_code for rank in ended) in ([1, 1, 2], [1, 2, 2], [2, 2, 2]), ended
+        assert any("hold different models" in rank.stderr or "different models" in rank.stderr for rank in ended)
 
 
 def test_damage_is_named_by_the_rank_that_reads_it(ranks: ForkedRanks, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
@@ -41,11 +41,12 @@ from xrank.storage.staging import check_store_writer, open_stage, settle_output
 from xrank.storage.url import is_url
 
 if TYPE_CHECKING:
+    from xrank.commands.shared_plan import ToldPlan
     from xrank.recipes.reshard_plan import Reshard
 
 
 def make_output(
-    planned: FolderPlan | Reshard,
+    planned: FolderPlan | Reshard | ToldPlan,
     source: OpenSource,
     out: str,
     progress: Callable[[int, int], None] | None,
@@ -83,7 +84,8 @@ def make_output(
             lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
             verify = options.overwrite if options.verify is None else options.verify
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
-            made = _write_lists(planned, work, stage, out, written, lines)
+            whole = cast("FolderPlan | Reshard", planned)  # the first rank's
+            made = _write_lists(whole, work, stage, out, written, lines)
             finish_hashes(stage)
             # The last moment to stop: after the commit the output is there, whichever rank has failed.
             team.check_failures()
@@ -147,7 +149,7 @@ def _write_lists(
 
 
 def make_once(
-    planned: FolderPlan | Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
+    planned: FolderPlan | Reshard | ToldPlan, out: str, progress: Callable[[int, int], None] | None, team: Team
 ) -> WrittenOutput:
     """Return the output that the same command has made, after the rest of that run's work; else make it of files."""
     found = None if planned.options.overwrite else find_earlier(planned, out, team)

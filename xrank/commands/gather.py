@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from xrank.engine.report import Report
 from xrank.environment import environ, hub_cache
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.ranks.team import find_launched_team
+from xrank.ranks.team import find_launched_team, path_text, value_text
 from xrank.recipes.decision import FolderPlan, plan_gather
 from xrank.recipes.options import AdapterChoice, GatherOptions
 from xrank.storage import places
@@ -30,6 +30,8 @@ from xrank.storage.url import clean_path, is_url, split_url
 
 if TYPE_CHECKING:
     import torch
+
+    from xrank.commands.shared_plan import ToldPlan
 
 
 class Push(Struct, frozen=True):
@@ -187,6 +189,7 @@ def gather_checkpoint(
         1
     """
     options = GatherOptions.from_arguments(locals())
+    asked = _describe_call(locals())
     path = places.enter(source)
     plan = partial(
         plan_gather,
@@ -215,15 +218,30 @@ def gather_checkpoint(
 
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
 
-    def prove() -> FolderPlan:
+    def prove(share: tuple[int, int]) -> FolderPlan:
         if push is not None and team.is_first:
             push.check(overwrite=overwrite)
-        shared = partial(plan, share=(team.position, team.size))
-        return plan_apart(path, target, shared, overwrite=overwrite, checks_output=team.is_first)
+        return plan_apart(path, target, partial(plan, share=share), overwrite=overwrite, checks_output=team.is_first)
 
     started = time.monotonic()
     with team.together():
-        planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, team.check_plans)
-        written = make_once(planned, target, progress, team)
-    report = folder_report("gather", planned, written, target, started)
+        agreed: FolderPlan | ToldPlan
+        if team.size == 1:
+            agreed = prove((0, 1))
+        else:
+            from xrank.commands.shared_plan import plan_together  # one process does not need this module
+
+            agreed = plan_together(team, asked, target, options, prove)
+        written = make_once(agreed, target, progress, team)
+    if not isinstance(agreed, FolderPlan):
+        return agreed.report(written, started)
+    report = folder_report("gather", agreed, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
+
+
+def _describe_call(arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the arguments of a gather that decide its plan, as text."""
+    own = {"max_memory", "workers", "resume", "verify", "dry_run", "push_to_hub", "progress", "distributed"}
+    asked = {name: value for name, value in arguments.items() if name not in {*own, "timeout_seconds", "options"}}
+    paths = {"source", "out", "base_model", "recipe", "layouts", "adapter_config", "sign"}
+    return {name: path_text(value) if name in paths else value_text(value) for name, value in asked.items()}
