@@ -15,7 +15,7 @@ from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
-from xrank.recipes.recipe import match
+from xrank.recipes.recipe import Recipe, match
 from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 from xrank.recipes.recipe_file import (
     find_model_types,
@@ -199,7 +199,7 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     both = (*load_shipped_recipes(), read_recipe(str(own)))
     monkeypatch.setattr("xrank.recipes.recipe_choice.load_shipped_recipes", lambda: both)
-    monkeypatch.setattr("xrank.recipes.recipe_choice.load_recipes_for", lambda names: both)
+    monkeypatch.setattr("xrank.recipes.recipe_choice.load_recipes_for", lambda names, types=(): both)
     with pytest.raises(UsageError, match="is not clear") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)
@@ -246,6 +246,22 @@ def test_no_recipe_is_parsed_for_hugging_face_names(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("xrank.recipes.recipe_file.load_shipped_recipe", parse)
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
     assert choose_recipe(stored(tmp_path, {name: torch.zeros(2) for name in names}, None), None, None) is None
+
+
+def test_only_recipes_of_the_model_type_are_parsed_where_one_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    def parse(name: str) -> Recipe:
+        parsed.append(name)
+        return load_shipped_recipe(name)
+
+    monkeypatch.setattr("xrank.recipes.recipe_file.load_shipped_recipe", parse)
+    model = replace(stored(tmp_path, theirs("llama"), ARGS), format="megatron-dist")
+    found = choose_recipe(model, {"model_type": "mistral"}, None)
+    assert found is not None and found.recipe.name == "megatron-mistral"
+    assert set(parsed) == {recipe.name for recipe in load_shipped_recipes() if "mistral" in recipe.model_types}
 
 
 def test_towers_with_the_names_of_both_are_no_sign_of_a_trainer(tmp_path: Path) -> None:

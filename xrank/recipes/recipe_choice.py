@@ -355,12 +355,7 @@ def choose_recipe(
         return None
     if asked is not None:
         return _match_asked(source, asked, (False,))
-    is_megatron = source.format.startswith("megatron")
-    # A recipe that knows no name neither fits nor is near; only an error about Megatron's names compares all recipes.
-    matches = [match(recipe, names) for recipe in (load_shipped_recipes() if is_megatron else load_recipes_for(names))]
-    fitting = [found for found in matches if found.fits]
     types = list_model_types(config)
-    chosen = [found for found in fitting if not types or not types.isdisjoint(found.recipe.model_types)]
 
     # Recipes that treat these names alike, such as Llama's and Gemma's, count as one: that without absent blocks, and
     # then the one for the trainer's arguments.
@@ -369,11 +364,24 @@ def choose_recipe(
         absent = groups - {found.recipe.rules[number].group for number, _ in found.used}
         return len(absent), find_refused(found.recipe.must, source.args) is not None, found.recipe.depth
 
-    outcomes: dict[frozenset[object], Match] = {}
-    for found in sorted(chosen, key=order):
-        effect = frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
-        outcomes.setdefault(effect, found)
-    different = list(outcomes.values())
+    def find_different(fitting: Iterable[Match]) -> list[Match]:
+        outcomes: dict[frozenset[object], Match] = {}
+        for found in sorted(fitting, key=order):
+            effect = frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
+            outcomes.setdefault(effect, found)
+        return list(outcomes.values())
+
+    if types:  # where one recipe of the model's type fits, no other is parsed, which takes longer than a small gather
+        own = (match(recipe, names) for recipe in load_recipes_for(names, types))
+        different = find_different(found for found in own if found.fits)
+        if len(different) == 1:
+            return different[0]
+    is_megatron = source.format.startswith("megatron")
+    # A recipe that knows no name neither fits nor is near; only an error about Megatron's names compares all recipes.
+    matches = [match(recipe, names) for recipe in (load_shipped_recipes() if is_megatron else load_recipes_for(names))]
+    fitting = [found for found in matches if found.fits]
+    chosen = [found for found in fitting if not types or not types.isdisjoint(found.recipe.model_types)]
+    different = find_different(chosen)
     if len(different) == 1:
         return different[0]
     if fitting:

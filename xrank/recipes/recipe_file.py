@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
 from operator import add, mul, sub
@@ -610,15 +610,18 @@ def load_shipped_recipes() -> tuple[Recipe, ...]:
     return tuple(map(load_shipped_recipe, read_shipped()))
 
 
-def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
-    """Return the shipped recipes that may know any of these training names; the other files are not parsed."""
+def load_recipes_for(names: Iterable[str], types: Collection[str] = ()) -> Iterator[Recipe]:
+    """Yield the shipped recipes that may know any of these training names; the other files are not parsed.
+
+    With `types`, only those of one of these model types.
+    """
     words = {name.partition(".")[0] for name in names}
-    # Hugging Face's own names have a head, too: it calls for a recipe only among names that are all the recipe's.
-    return tuple(
-        load_shipped_recipe(name)
-        for name in read_shipped()
-        if words & _first_words(name) - {"lm_head"} or words <= _first_words(name)
-    )
+    for name in read_shipped():
+        if types and find_model_types(name).isdisjoint(types):
+            continue
+        # Hugging Face's own names have a head, too: it calls for a recipe only among names that are all the recipe's.
+        if words & _first_words(name) - {"lm_head"} or words <= _first_words(name):
+            yield load_shipped_recipe(name)
 
 
 def load_recipes_of(types: Collection[str]) -> tuple[Recipe, ...]:
