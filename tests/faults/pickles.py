@@ -31,7 +31,7 @@ __all__ = ["fuzz_pickles"]
 _HARMLESS = {"array.__new__", "builtins.id", "sys._getframe"}
 _WARM_COUNT = 2_000
 MAX_ADDED_NBYTES = 400_000_000
-_LARGE_EVERY, _LARGE_NBYTES = 50_000, 10_000_000
+_LARGE_EVERY, _LARGE_NBYTES = 5_000, 10_000_000
 
 
 class Watch:
