@@ -3,7 +3,8 @@
     python benchmarks/metadata.py [--tensors 1000] [--ranks 1024]
 
 The file is made with torch's own classes, as `FileSystemWriter.finish` does, of what the ranks gathered: every rank's
-entries were pickled on that rank, so no two ranks share a text. Cold processes read it, torch not imported.
+entries were pickled on that rank, so no two ranks share a text. Cold processes read it in turn, one without torch, and
+one by torch's own reader.
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ from xrank.formats.dcp_metadata import read_metadata
 metadata = read_metadata(sys.argv[1])
 seconds, cpu_seconds = time.perf_counter() - start, time.process_time()
 pieces = sum(len(tensor.start) for tensor in metadata.tensors.values())
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 assert "torch" not in sys.modules
-times = f"{seconds:.2f} s ({cpu_seconds:.2f} s of CPU)"
-print(f"{len(metadata.tensors):,} tensors, {pieces:,} pieces: {times}, peak memory {peak:.0f} MB")
+"""
+_READ_BY_TORCH = """
+import os, resource, sys, time
+start = time.perf_counter()
+from torch.distributed.checkpoint import FileSystemReader
+metadata = FileSystemReader(os.path.dirname(sys.argv[1])).read_metadata()
+seconds, cpu_seconds = time.perf_counter() - start, time.process_time()
+pieces = len(metadata.storage_data)
+"""
+_PRINT = """
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+print(f"{pieces:,} pieces: {seconds:.2f} s ({cpu_seconds:.2f} s of CPU), peak memory {peak:.0f} MB")
 """
 
 
@@ -68,7 +78,7 @@ def make(path: Path, num_tensors: int, num_ranks: int) -> None:
 
 
 def main() -> None:
-    """Make the file, then read it in three cold processes."""
+    """Make the file, then read it in three cold processes each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=1024)
@@ -80,7 +90,9 @@ def main() -> None:
         subprocess.run(command, check=True)
         print(f"{os.path.getsize(path) / 1e6:.0f} MB, made by torch in {time.perf_counter() - start:.0f} s")
         for _ in range(3):
-            subprocess.run([sys.executable, "-c", _READ, str(path)], check=True)
+            for reader, code in (("xrank", _READ), ("torch", _READ_BY_TORCH)):
+                print(reader, end=" ", flush=True)
+                subprocess.run([sys.executable, "-W", "ignore", "-c", code + _PRINT, str(path)], check=True)
 
 
 if __name__ == "__main__":
