@@ -52,10 +52,9 @@ from xrank.storage.folder_stage import encode_journal, parse_journal
 from xrank.storage.manifest import (
     ManifestFile,
     ManifestSource,
-    ManifestTensor,
-    TensorSource,
-    manifest_text,
+    manifest_content,
     read_manifest,
+    tensor_line,
 )
 from xrank.storage.regular_file import Origin
 
@@ -260,25 +259,17 @@ def _headers() -> list[bytes]:
 
 
 def _manifest() -> str:
-    return manifest_text(
+    source = ("rank_0_state.pth", 0, 64, 24)
+    return manifest_content(
         ManifestSource("workspace", 2, "run", 3),
         [ManifestFile("model.safetensors", 120, "xxh3:" + "0" * 32)],
-        {
-            "a": ManifestTensor(
-                "F32",
-                (2, 3),
-                "model.safetensors",
-                "xxh3:" + "1" * 32,
-                (TensorSource("rank_0_state.pth", 0, 64, 24),),
-                1,
-            )
-        },
+        [("a", tensor_line("F32", (2, 3), "model.safetensors", "xxh3:" + "1" * 32, [source], 1))],
         companions=[ManifestFile("config.json", 2, "xxh128:" + "2" * 32)],
         tied={"b": "a"},
         cast={"a": "BF16"},
         notes=[["code", "text"]],
         plan="0" * 32,
-    )
+    ).decode()
 
 
 def _journal() -> bytes:

@@ -15,10 +15,9 @@ from xrank.storage.manifest import (
     DIGEST_ALGORITHM,
     ManifestFile,
     ManifestSource,
-    ManifestTensor,
-    TensorSource,
-    manifest_text,
+    manifest_content,
     read_manifest,
+    tensor_line,
 )
 
 pytestmark = pytest.mark.quick
@@ -27,28 +26,36 @@ DIGEST = "0123456789abcdef" * 2
 
 
 def text() -> str:
-    return manifest_text(
+    return manifest_content(
         ManifestSource("dcp", 2, None, 7),
         [ManifestFile("model.safetensors", 8, DIGEST)],
-        {
-            "b\n": ManifestTensor("F32", (), "model.safetensors", DIGEST, (), 0),
-            "a": ManifestTensor(
-                "BF16", (2, 1), "model.safetensors", DIGEST, (TensorSource("__0_0.distcp", 0, 64, 4),), replicas=1
-            ),
-        },
+        [
+            ("a", tensor_line("BF16", (2, 1), "model.safetensors", DIGEST, [("__0_0.distcp", 0, 64, 4)], replicas=1)),
+            ("b\n", tensor_line("F32", (), "model.safetensors", DIGEST, [], 0)),
+        ],
         companions=[ManifestFile("config.json", 2, DIGEST)],
         tied={"c": "a"},
         excluded=["z", "y"],
         cast={"a": "F32"},
         padding_dropped={"a": 3},
         notes=["all well"],
-    )
+    ).decode()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "xrank_manifest.json").write_text(text())
     return tmp_path / "xrank_manifest.json"
+
+
+def test_a_tensors_line_is_what_json_writes():
+    """Names in any letters, and numbers of any size, in the order of the keys."""
+    sources = [('a "b"\\é\n.pth', 0, 64, 2**40), ("rank_1_state.pth", 1, 0, 0)]
+    for shape in ((), (3,), (2, 0, 2**33)):
+        line = tensor_line("F8_E4M3", shape, "model\u2028.safetensors", DIGEST, sources, 2)
+        rows = [{"file": file, "rank": rank, "offset": at, "nbytes": nbytes} for file, rank, at, nbytes in sources]
+        value = {"dtype": "F8_E4M3", "shape": shape, "file": "model\u2028.safetensors", "digest": DIGEST}
+        assert line == json.dumps({**value, "sources": rows, "replicas": 2}, sort_keys=True)
 
 
 def test_reads_back(path: Path) -> None:
@@ -78,7 +85,7 @@ def test_a_line_for_each_tensor() -> None:
 
 
 def test_empty_sections(tmp_path: Path) -> None:
-    (tmp_path / "m").write_text(manifest_text(ManifestSource("hf", None, None, None), [], {}))
+    (tmp_path / "m").write_bytes(manifest_content(ManifestSource("hf", None, None, None), [], []))
     assert read_manifest(str(tmp_path / "m"))["tensors"] == {}
 
 

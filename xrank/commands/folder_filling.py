@@ -24,7 +24,7 @@ from xrank.engine.report import FileFacts
 from xrank.engine.rounds import Work
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FileHashes, digest_text
-from xrank.layout.nest_table import IntArray
+from xrank.layout.nest_table import IntArray, int_array
 from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
@@ -33,9 +33,8 @@ from xrank.storage.manifest import (
     MANIFEST_NAME,
     ManifestFile,
     ManifestSource,
-    ManifestTensor,
-    TensorSource,
-    manifest_text,
+    manifest_content,
+    tensor_line,
 )
 from xrank.storage.staging import check_store_writer, open_stage, settle_output
 from xrank.storage.url import is_url
@@ -123,14 +122,12 @@ def _write_lists(
         }
     source, plan = planned.source, planned.plan
     sources = [os.path.basename(file.path) for file in plan.source.files]
-    text = manifest_text(
+    tensors = [(tensor, digests[i]) for i, file in enumerate(plan.files if facts else ()) for tensor in file.tensors]
+    tensors.sort(key=lambda one: one[0].output.name)
+    content = manifest_content(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
         files,
-        {
-            tensor.output.name: _manifest_tensor(plan, sources, tensor, digests[index])
-            for index, file in enumerate(plan.files if facts else ())
-            for tensor in file.tensors
-        },
+        ((tensor.output.name, _tensor_line(plan, sources, tensor, own)) for tensor, own in tensors),
         companions=[_small_file(line) for line in lines],
         cast=planned.selection.cast,
         notes=[list(note) for note in (*planned.notes, *written.notes)],
@@ -142,9 +139,9 @@ def _write_lists(
         from xrank.commands.signing import sign_folder  # its packages are not needed otherwise
 
         names = [file.name for file in files] + [line.file for line in lines]
-        sign_folder(planned, out, stage, names, text.encode(), work.file_hashes)
+        sign_folder(planned, out, stage, names, content, work.file_hashes)
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
-    stage.write_file(MANIFEST_NAME, text.encode())
+    stage.write_file(MANIFEST_NAME, content)
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
 
 
@@ -167,22 +164,21 @@ def _small_file(line: JournalLine) -> ManifestFile:
     return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
 
 
-def _manifest_tensor(plan: Plan, names: Sequence[str], tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:
+def _tensor_line(plan: Plan, names: Sequence[str], tensor: TensorPlan, digests: FileDigests) -> str:
     """Return a tensor's line of the manifest; `names` are those of the source's files."""
-    table, seen = plan.source.records, dict[int, TensorSource]()
-    # Numbers come faster from memoryviews than from arrays, and there may be a million of them.
-    files, offsets, sizes = table.file.data, table.offset.data, table.nbytes.data
     made_of = [tensor, *((tensor.update.a, tensor.update.b) if tensor.update is not None else ())]
+    ranks, table = dict[int, int](), plan.source.records
     for part in made_of:
-        for rank, record in zip(part.copies.rank.tolist(), part.copies.record.tolist(), strict=True):
-            if record not in seen:
-                seen[record] = TensorSource(names[files[record]], rank, offsets[record], sizes[record])
+        for record, rank in zip(part.copies.record.tolist(), part.copies.rank.tolist(), strict=True):
+            ranks.setdefault(record, rank)
+    once = int_array(ranks)
+    files, offsets, sizes = (column[once].tolist() for column in (table.file, table.offset, table.nbytes))
     output = tensor.output
-    return ManifestTensor(
+    return tensor_line(
         output.dtype,
         output.shape,
         digests.name,
         digest_text(digests.tensors[output.name]),
-        tuple(seen.values()),
+        zip([names[file] for file in files], ranks.values(), offsets, sizes, strict=True),
         sum(map(len, tensor.compared)),
     )

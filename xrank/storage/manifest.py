@@ -9,8 +9,9 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from io import BytesIO
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -109,10 +110,30 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     plan: str = ""
 
 
-def manifest_text(
+def tensor_line(
+    dtype: str,
+    shape: Sequence[int],
+    file: str,
+    digest: str,
+    sources: Iterable[tuple[str, int, int, int]],
+    replicas: int,
+) -> str:
+    """Return a tensor's value in a manifest, a `ManifestTensor`; `sources` has (file, rank, offset, bytes)."""
+    # As `_line` would write it, of which each of a million sources would take ten times as long.
+    parts = ", ".join(
+        [
+            f'{{"file": {_quote(name)}, "nbytes": {nbytes}, "offset": {offset}, "rank": {rank}}}'
+            for name, rank, offset, nbytes in sources
+        ]
+    )
+    start = f'{{"digest": {_line(digest)}, "dtype": {_quote(dtype)}, "file": {_quote(file)}, "replicas": {replicas}'
+    return f'{start}, "shape": {list(shape)}, "sources": [{parts}]}}'
+
+
+def manifest_content(
     source: ManifestSource,
     files: Iterable[ManifestFile],
-    tensors: Mapping[str, ManifestTensor],
+    tensors: Iterable[tuple[str, str]],
     *,
     companions: Iterable[ManifestFile] = (),
     tied: Mapping[str, str] | None = None,
@@ -123,21 +144,22 @@ def manifest_text(
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
     plan: str | None = None,
-) -> str:
+) -> bytes:
     """Return the manifest, one line for each file and tensor, sorted by name.
 
-    `files` are those of weights, and the index. `tied` has the name that was not written -> that of the tensor with the
-    same values; `cast` name -> earlier element type; `merged` name -> the adapter's tensors that were added to it;
-    `transformed` name -> tensor that the caller's function made it of; `padding_dropped` name -> number of padding rows
-    that were removed. `plan` is a digest that the same command gives again.
+    `files` are those of weights, and the index. `tensors` has name and `tensor_line` of each, by rising name; they may
+    be made as they are written, as a large model has a million sources. `tied` has the name that was not written ->
+    that of the tensor with the same values; `cast` name -> earlier element type; `merged` name -> the adapter's tensors
+    that were added to it; `transformed` name -> tensor that the caller's function made it of; `padding_dropped` name ->
+    number of padding rows that were removed. `plan` is a digest that the same command gives again.
     """
-    sections = {
-        "schema": "1",
-        "digest": _line(DIGEST_ALGORITHM),
-        "source": _line(source),
+    sections: dict[str, Iterable[str]] = {
+        "schema": ["1"],
+        "digest": [_line(DIGEST_ALGORITHM)],
+        "source": [_line(source)],
         "files": _rows(_line(file) for file in sorted(files, key=lambda f: f.name)),
         "companions": _rows(_line(file) for file in sorted(companions, key=lambda f: f.name)),
-        "tensors": _table(tensors),
+        "tensors": _rows((f"{_line(name)}: {line}" for name, line in tensors), "{}"),
         "tied": _table(tied or {}),
         "excluded": _rows(_line(name) for name in sorted(excluded)),
         "cast": _table(cast or {}),
@@ -145,9 +167,15 @@ def manifest_text(
         **({"transformed": _table(transformed)} if transformed else {}),
         "padding_dropped": _table(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
-        **({"plan": _line(plan)} if plan is not None else {}),
+        **({"plan": [_line(plan)]} if plan is not None else {}),
     }
-    return "{\n" + ",\n".join(f'"{key}": {text}' for key, text in sections.items()) + "\n}\n"
+    content = BytesIO()
+    for key, pieces in sections.items():
+        content.write(b",\n" if content.tell() else b"{\n")
+        content.write(f'"{key}": '.encode())
+        content.writelines(piece.encode() for piece in pieces)
+    content.write(b"\n}\n")
+    return content.getvalue()
 
 
 def read_manifest(path: str) -> dict[str, Any]:
@@ -189,23 +217,26 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
     return result
 
 
-def _line(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=_fields)
-
-
 def _fields(record: Struct) -> dict[str, Any]:
     """Return the fields by name, as they are; `structs.asdict` copies each value deeply."""
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
-def _rows(lines: Iterable[str]) -> str:
-    text = ",\n  ".join(lines)
-    return f"[\n  {text}\n ]" if text else "[]"
+_line = json.JSONEncoder(sort_keys=True, default=_fields).encode
+_quote = lru_cache(maxsize=1024)(_line)  # for names of files and types, which come again and again
 
 
-def _table(values: Mapping[str, Any]) -> str:
-    text = ",\n  ".join(f"{_line(name)}: {_line(values[name])}" for name in sorted(values))
-    return f"{{\n  {text}\n }}" if text else "{}"
+def _rows(lines: Iterable[str], brackets: str = "[]") -> Iterator[str]:
+    """Yield the text of a list, or with other brackets a table, a line for each of its lines."""
+    before = brackets[0]
+    for line in lines:
+        yield f"{before}\n  {line}"
+        before = ","
+    yield brackets if before != "," else f"\n {brackets[1]}"
+
+
+def _table(values: Mapping[str, Any]) -> Iterator[str]:
+    return _rows((f"{_line(name)}: {_line(values[name])}" for name in sorted(values)), "{}")
 
 
 def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
