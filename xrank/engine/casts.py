@@ -68,7 +68,12 @@ def cut_tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
 Array: TypeAlias = npt.NDArray[Any]
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
-_EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
+_EXPONENT = {
+    "F16": (np.uint16, np.int16, 0x7C00),
+    "BF16": (np.uint16, np.int16, 0x7F80),
+    "F32": (np.uint32, np.int32, 0x7F800000),
+}
+"""By type: integers of its width without and with a sign, and the bits of its exponent."""
 
 
 class CastOverflowError(Exception):
@@ -145,9 +150,13 @@ def copy_cast(
         np.copyto(target_view, _first_rounding(source_view, target_dtype), casting="unsafe")
         if target_dtype not in _EXPONENT:
             return
-        kind, mask = _EXPONENT[target_dtype]
+        kind, signed, mask = _EXPONENT[target_dtype]
         bits = _view_strided(target, np.dtype(kind), target_offset, loops, 2)
-        # All exponent bits set is infinity or NaN; a finite source there was too large.
+        # All exponent bits set is infinity or NaN. As integers they are the largest of their sign: two looks without
+        # memory of their own show that there is none, as nearly always.
+        if bits.max() < (np.iinfo(signed).max + 1 | mask) and bits.view(signed).max() < mask:
+            return
+        # A finite source there was too large.
         special = source_view[(bits & kind(mask)) == mask].astype(np.float64)
     lost = special[np.isfinite(special)]
     if lost.size:
