@@ -74,7 +74,7 @@ def _train(job: dict[str, Any], rank: int, number: int) -> dict[str, Any]:
         if report.failed and answer["error"] is None:
             entries = "; ".join(f"{role} failed: {cause}" for role, cause in report.failed.items())
             answer |= {"error": entries, "at": time.monotonic()}
-            _write_once(last, step + _EXTRA_STEPS.get(job["side"], 1))
+            _write_once(last, step + _EXTRA_STEPS.get(job.get("side", ""), 1))
         if last.exists() and step >= int(last.read_text()):
             break
     return _leave(job, number, answer | {"step": step}, offer.close)
