@@ -174,7 +174,7 @@ def _pattern_of(file: RegularFile, start: int, length: int, kind: int, payload: 
     tail_at = payload + nbytes
     if max(payload, length - tail_at) > _MAX_END_NBYTES or not nbytes:
         return None
-    members = read_members(open_item(file, start, length))
+    members = [*read_members(open_item(file, start, length))]
     (own,) = (member for member in members if member.offset == payload)
     marks = [member for member in members if member.name.endswith("/.data/serialization_id")]
     if len(marks) != 1 or sum(member.name.rpartition("/")[0].endswith("data") for member in members) != 2:

@@ -12,11 +12,15 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from isal import isal_zlib
 from msgspec import Struct
+from numpy.lib.stride_tricks import sliding_window_view
 
 from xrank.dtypes import by_torch_name, dtype
 from xrank.errors import CorruptError, UsageError
@@ -30,6 +34,9 @@ from xrank.formats.pickles import (
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
 _TAIL_NBYTES = 1 << 16
 _MAX_DIRECTORY_NBYTES = 1 << 29
 
@@ -37,11 +44,43 @@ _END = struct.Struct("<4s4H2LH")  # APPNOTE 4.3.16
 _END64 = struct.Struct("<4sQ2H2L4Q")  # 4.3.14
 _LOCATOR64 = struct.Struct("<4sLQL")  # 4.3.15
 _ENTRY = struct.Struct("<4s6H3L5H2L")  # 4.3.12
+_ENTRY_LENGTHS = struct.Struct("<4s24x3H12x")
+"""Of an entry: its signature, and the bytes of its name, its extra field and its comment."""
 _LOCAL = struct.Struct("<4s5H3L2H")  # 4.3.7
+_DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")  # 4.3.9; miniz always signs it
 
 _ENCRYPTED = 0x1 | 0x40 | 0x2000  # 4.4.4: bits 0, 6 and 13
 _HAS_DESCRIPTOR = 0x8  # 4.4.4: bit 3, a data descriptor follows the payload
-_DESCRIPTORS = {16: struct.Struct("<4sLLL"), 24: struct.Struct("<4sLQQ")}  # 4.3.9; miniz always signs it
+_WIDE = 0xFFFFFFFF
+_PROGRAM = "/code/__torch__"
+_LOCAL_SIGNATURE, _DESCRIPTOR_SIGNATURE = (int.from_bytes(text, "little") for text in (b"PK\3\4", b"PK\7\x08"))
+
+# The fields of many entries, local headers and descriptors at once.
+_ENTRY_ROW = np.dtype(
+    {
+        "names": ["flags", "method", "crc32", "packed", "nbytes", "name", "extra", "disk", "header"],
+        "formats": ["<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u2", "<u2", "<u4"],
+        "offsets": [8, 10, 16, 20, 24, 28, 30, 34, 42],
+        "itemsize": _ENTRY.size,
+    }
+)
+_LOCAL_ROW = np.dtype(
+    {
+        "names": ["signature", "flags", "method", "name", "extra"],
+        "formats": ["<u4", "<u2", "<u2", "<u2", "<u2"],
+        "offsets": [0, 6, 8, 26, 28],
+        "itemsize": _LOCAL.size,
+    }
+)
+_DESCRIPTOR_ROWS = [
+    np.dtype([("signature", "<u4"), ("crc32", "<u4"), ("packed", width), ("nbytes", width)]) for width in ("<u4", "<u8")
+]
+_GAP_NBYTES = 8 << 10
+"""Local headers that are closer than this are read together."""
+_BLOCK_NBYTES = 1 << 20
+"""Bytes that are read before the headers in them are taken out."""
+_MOST_NBYTES = 1 << 61
+"""A larger number in a zip is taken for this one, which is beyond every archive; sums of two do not overflow."""
 
 
 class ZipMember(Struct, frozen=True):
@@ -51,6 +90,20 @@ class ZipMember(Struct, frozen=True):
     offset: int
     nbytes: int
     crc32: int
+
+
+class ZipMembers(Struct, frozen=True, eq=False):
+    """The members of an archive, in the order of their bytes; row i is member i, as in `ZipMember`."""
+
+    rows: Mapping[str, int]
+    """Name -> row."""
+    offset: IntArray
+    nbytes: IntArray
+    crc32: IntArray
+
+    def __iter__(self) -> Iterator[ZipMember]:
+        columns = (self.offset.tolist(), self.nbytes.tolist(), self.crc32.tolist())
+        return map(ZipMember, self.rows, *columns)
 
 
 class ItemBytes(Struct, frozen=True):
@@ -83,65 +136,34 @@ def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> I
     return ItemBytes(file, start, nbytes, file.read(start + nbytes - tail_nbytes, tail_nbytes))
 
 
-def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
+def read_members(item: ItemBytes) -> ZipMembers:
     """Read all members, in the order of their bytes; refuse an archive that is arranged differently than torch's."""
     origin = item.file.origin
     offset, nbytes, count = _directory(item)
     # An entry takes at least its 46 fixed bytes, which bounds the claimed count.
     if nbytes > _MAX_DIRECTORY_NBYTES or count * _ENTRY.size > nbytes:
         raise origin.corrupt("the zip directory's size is wrong", got=f"{nbytes} bytes for {count} members")
-    directory = item.read(offset, nbytes)
-    entries: list[_Entry] = []
-    names: set[str] = set()
-    at = 0
-    for _ in range(count):
-        entry, at = _parse_entry(item, directory, at)
-        if entry.name in names:
-            raise origin.corrupt("the zip directory lists a name twice", got=quote(entry.name))
-        names.add(entry.name)
-        entries.append(entry)
-    if at != nbytes:
-        raise origin.corrupt("the zip directory's size is wrong", got=f"{at} bytes", want=f"{nbytes} bytes")
-    entries.sort(key=lambda entry: entry.header)
-    # First byte and length of each local header. The last row is the directory, where the last member ends.
-    headers = [*((entry.header, _LOCAL.size + len(entry.raw_name)) for entry in entries), (offset, 0)]
-    # Fetch each header with the descriptor before it.
-    widest = max(_DESCRIPTORS)
-    spans = ((max(0, first - widest), min(first, widest) + length) for first, length in headers)
-    item.file.prefetch((item.start + first, length) for first, length in spans)
-    members: list[ZipMember] = []
-    free, raw = 0, b"" if headers[0][0] else item.read(*headers[0])
-    for k, entry in enumerate(entries):
-        if entry.header != free:
-            problem = f"zip member {quote(entry.name)} does not start where the one before it ends"
-            raise origin.corrupt(problem, f"byte {entry.header}", f"byte {free}")
-        payload = _payload(item, entry, raw)
-        free, (next_header, next_nbytes) = payload + entry.nbytes, headers[k + 1]
-        descriptor = _DESCRIPTORS.get(next_header - free) if entry.flags & _HAS_DESCRIPTOR else None
-        between = 0 if descriptor is None else descriptor.size
-        # Read the descriptor and the next header at once. A header in another place is refused without reading it.
-        raw = item.read(free, between + next_nbytes) if next_header == free + between else b""
-        if entry.flags & _HAS_DESCRIPTOR:
-            # Compare the whole: a payload that damage moved by a few bytes must not pass as another kind of descriptor.
-            want = (b"PK\7\x08", entry.crc32, entry.nbytes, entry.nbytes)
-            if descriptor is None or descriptor.unpack_from(raw) != want:
-                problem = f"zip member {quote(entry.name)} is not followed by its size and checksum"
-                raise origin.corrupt(problem, f"{entry.nbytes} bytes at byte {payload}")
-            free, raw = next_header, raw[between:]
-        members.append(ZipMember(entry.name, payload, entry.nbytes, entry.crc32))
-    if free != offset:
-        raise origin.corrupt("bytes between the members and the zip directory", got=f"byte {free}", want=f"{offset}")
-    return tuple(members)
+    entries = _read_entries(origin, item.read(offset, nbytes), count)
+    return ZipMembers(entries.rows, _find_payloads(item, entries, offset), entries.nbytes, entries.crc32)
 
 
-class _Entry(Struct, frozen=True):
-    name: str
-    raw_name: bytes
-    flags: int
-    crc32: int
-    nbytes: int
-    header: int
-    """First byte of the local header."""
+class _Entries(Struct, frozen=True, eq=False):
+    """The entries of the central directory, sorted by their local headers."""
+
+    rows: Mapping[str, int]
+    """Name -> row."""
+    names: Bytes
+    """All names, one after the other."""
+    name_nbytes: IntArray
+    flags: IntArray
+    crc32: IntArray
+    nbytes: IntArray
+    header: IntArray
+    """First byte of each local header."""
+
+    def name(self, row: int) -> str:
+        """Return a member's name as errors show it."""
+        return quote(next(islice(self.rows, row, None)))
 
 
 def _directory(item: ItemBytes) -> tuple[int, int, int]:
@@ -180,77 +202,181 @@ def _directory(item: ItemBytes) -> tuple[int, int, int]:
     return offset, nbytes, count
 
 
-def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, int]:
-    origin = item.file.origin
-    try:
-        fields = _ENTRY.unpack_from(directory, at)
-    except struct.error:
-        raise origin.corrupt(f"the zip directory ends inside an entry at its byte {at}") from None
-    signature, _, _, flags, method, _, _, crc32, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes = fields[:13]
-    disk, _, _, header = fields[13:]
-    extra_at = at + _ENTRY.size + name_nbytes
-    end = extra_at + extra_nbytes + comment_nbytes
-    if signature != b"PK\1\2" or end > len(directory):
-        raise origin.corrupt(f"the zip directory is damaged at its byte {at}")
-    raw_name = directory[at + _ENTRY.size : extra_at]
-    try:
-        name = raw_name.decode("utf-8")
-    except UnicodeDecodeError:
-        raise origin.corrupt("a zip member's name is not UTF-8", got=quote(raw_name)) from None
+def _read_entries(origin: Origin, directory: bytes, count: int) -> _Entries:
+    starts, at = np.empty(count, np.int64), 0
+    for row in range(count):
+        try:
+            signature, *lengths = _ENTRY_LENGTHS.unpack_from(directory, at)
+        except struct.error:
+            raise origin.corrupt(f"the zip directory ends inside an entry at its byte {at}") from None
+        starts[row] = at
+        at += _ENTRY.size + sum(lengths)
+        if signature != b"PK\1\2" or at > len(directory):
+            raise origin.corrupt(f"the zip directory is damaged at its byte {starts[row]}")
+    if at != len(directory):
+        raise origin.corrupt("the zip directory's size is wrong", got=f"{at} bytes", want=f"{len(directory)} bytes")
+    data = np.frombuffer(directory, np.uint8)
+    fixed = sliding_window_view(data, _ENTRY.size)[starts].view(_ENTRY_ROW)[:, 0] if count else np.empty(0, _ENTRY_ROW)
+    name_starts, name_nbytes = starts + _ENTRY.size, fixed["name"].astype(np.int64)
+    sizes = np.stack([fixed[field].astype(np.int64) for field in ("nbytes", "packed", "header")])
+    for row in np.flatnonzero((sizes == _WIDE).any(axis=0)).tolist():
+        name_end = int(name_starts[row] + name_nbytes[row])
+        wide = _widen(sizes[:, row].tolist(), directory[name_end : name_end + int(fixed["extra"][row])])
+        if wide is None:
+            name = quote(_decode(origin, directory[name_starts[row] : name_end]))
+            raise origin.corrupt(f"zip member {name} lacks its zip64 sizes")
+        sizes[:, row] = wide
+    order = np.argsort(sizes[2], kind="stable")
+    fixed, name_nbytes, (nbytes, packed, header) = fixed[order], name_nbytes[order], sizes[:, order]
+    names = data[span_indices(name_starts[order], name_nbytes)]
+    rows = _number_names(origin, names.tobytes(), name_nbytes)
+    flags, crc32 = fixed["flags"].astype(np.int64), fixed["crc32"].astype(np.int64)
+    entries = _Entries(rows, names, name_nbytes, flags, crc32, nbytes, header)
+    is_elsewhere = (fixed["disk"] != 0) & (fixed["disk"] != 0xFFFF)
+    is_program = np.fromiter((_PROGRAM in f"/{name}" for name in rows), np.bool_, count)
+    is_changed = (fixed["method"] != 0) | (packed != nbytes) | (flags & _ENCRYPTED != 0)
+    for row in np.flatnonzero(is_elsewhere | is_program | is_changed)[:1].tolist():
+        name = entries.name(row)
+        if is_elsewhere[row]:
+            raise origin.corrupt(f"zip member {name} is on another disk", got=str(fixed["disk"][row]), want="0")
+        if is_program[row]:
+            problem = "is a TorchScript archive, a program with its weights (torch.jit.save)"
+            step = "save torch.jit.load(file).state_dict() with torch.save, then gather that"
+            raise origin.usage(problem, name, "a state dict, as torch.save writes it", step)
+        problem = f"zip member {name} is compressed or encrypted"
+        got = f"method {fixed['method'][row]}, {packed[row]} bytes for {nbytes[row]}, flags {flags[row]:#x}"
+        raise origin.corrupt(problem, got, "a stored member, as torch.save writes")
+    return entries
+
+
+def _widen(sizes: list[int], extra: bytes) -> list[int] | None:
+    """Return an entry's sizes with those of its extra field; None if it lacks one."""
     # 4.5.3: the extra field contains, in this order, the fields that are all ones in the entry.
-    wide, extra, field = b"", directory[extra_at : extra_at + extra_nbytes], 0
-    while field + 4 <= extra_nbytes:
+    wide, field = b"", 0
+    while field + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, field)
         field += 4 + length
         if kind == 1:
             wide = extra[field - length : field]
             break
-    values = [nbytes, packed, header]
-    for k, value in enumerate(values):
-        if value == 0xFFFFFFFF:
+    for k, size in enumerate(sizes):
+        if size == _WIDE:
             if len(wide) < 8:
-                raise origin.corrupt(f"zip member {quote(name)} lacks its zip64 sizes")
-            values[k] = int.from_bytes(wide[:8], "little")
-            wide = wide[8:]
-    nbytes, packed, header = values
-    if disk not in (0, 0xFFFF):
-        raise origin.corrupt(f"zip member {quote(name)} is on another disk", got=str(disk), want="0")
-    if "/code/__torch__" in f"/{name}":
-        problem = "is a TorchScript archive, a program with its weights (torch.jit.save)"
-        step = "save torch.jit.load(file).state_dict() with torch.save, then gather that"
-        raise origin.usage(problem, quote(name), "a state dict, as torch.save writes it", step)
-    if method != 0 or packed != nbytes or flags & _ENCRYPTED:
-        problem = f"zip member {quote(name)} is compressed or encrypted"
-        got = f"method {method}, {packed} bytes for {nbytes}, flags {flags:#x}"
-        raise origin.corrupt(problem, got, "a stored member, as torch.save writes")
-    return _Entry(name, raw_name, flags, crc32, nbytes, header), end
+                return None
+            sizes[k], wide = min(int.from_bytes(wide[:8], "little"), _MOST_NBYTES), wide[8:]
+    return sizes
 
 
-def _payload(item: ItemBytes, entry: _Entry, raw: bytes) -> int:
-    """Return the payload's first byte from the local header, whose padding differs from the directory's extra field."""
-    name_nbytes: int
-    extra_nbytes: int
-    signature, _, flags, method, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack_from(raw)
+def _number_names(origin: Origin, names: bytes, name_nbytes: IntArray) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    end = 0
+    for row, nbytes in enumerate(name_nbytes.tolist()):
+        start, end = end, end + nbytes
+        name = _decode(origin, names[start:end])
+        if rows.setdefault(name, row) != row:
+            raise origin.corrupt("the zip directory lists a name twice", got=quote(name))
+    return rows
+
+
+def _decode(origin: Origin, name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise origin.corrupt("a zip member's name is not UTF-8", got=quote(name)) from None
+
+
+def _find_payloads(item: ItemBytes, entries: _Entries, end: int) -> IntArray:
+    """Return the first byte of each payload, and check all bytes between payloads up to the directory, at `end`.
+
+    A payload's place follows from its local header, whose padding differs from the directory's extra field.
+    """
+    origin, header = item.file.origin, entries.header
+    heads, names = _read_headers(item, entries, end)
+    local = heads[:-1, _DESCRIPTOR64.size :].copy().view(_LOCAL_ROW)[:, 0]
+    payload = header + _LOCAL.size + local["name"] + local["extra"]
+    next_header = np.append(header[1:], end)
+    # Compare a descriptor as a whole: a payload that damage moved by a few bytes must not pass as another kind of it.
+    between, has_descriptor = next_header - payload - entries.nbytes, entries.flags & _HAS_DESCRIPTOR != 0
+    is_followed = ~has_descriptor
+    for kind in _DESCRIPTOR_ROWS:
+        found = heads[1:, _DESCRIPTOR64.size - kind.itemsize : _DESCRIPTOR64.size].copy().view(kind)[:, 0]
+        is_own = (found["signature"] == _DESCRIPTOR_SIGNATURE) & (found["crc32"] == entries.crc32)
+        is_own &= (found["packed"] == entries.nbytes) & (found["nbytes"] == entries.nbytes)
+        is_followed |= has_descriptor & is_own & (between == kind.itemsize)
     # torch leaves sizes and checksum to the data descriptor (flag bit 3), so they are not compared here.
-    same_name = name_nbytes == len(entry.raw_name) and raw[_LOCAL.size :] == entry.raw_name
-    if signature != b"PK\3\4" or not same_name or method != 0 or flags != entry.flags:
-        raise item.file.origin.corrupt(f"zip member {quote(entry.name)}: its local header is damaged")
-    payload = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
-    if payload + entry.nbytes > item.nbytes:
-        problem = f"zip member {quote(entry.name)} ends outside the archive"
-        raise item.file.origin.corrupt(problem, f"{item.nbytes} bytes", f"{payload + entry.nbytes} bytes")
-    return payload
+    is_damaged = (local["signature"] != _LOCAL_SIGNATURE) | (local["name"] != entries.name_nbytes)
+    is_damaged |= (local["method"] != 0) | (local["flags"] != entries.flags)
+    ends = np.cumsum(entries.name_nbytes)
+    is_damaged[np.searchsorted(ends, np.flatnonzero(names != entries.names), side="right")] = True
+    is_outside = payload + entries.nbytes > item.nbytes
+    free = np.append(0, np.where(has_descriptor, next_header, payload + entries.nbytes))
+    is_moved = header != free[:-1]
+    for row in np.flatnonzero(is_moved | is_damaged | is_outside | ~is_followed)[:1].tolist():
+        name = entries.name(row)
+        if is_moved[row]:
+            problem = f"zip member {name} does not start where the one before it ends"
+            raise origin.corrupt(problem, f"byte {header[row]}", f"byte {free[row]}")
+        if is_damaged[row]:
+            raise origin.corrupt(f"zip member {name}: its local header is damaged")
+        if is_outside[row]:
+            want = f"{payload[row] + entries.nbytes[row]} bytes"
+            raise origin.corrupt(f"zip member {name} ends outside the archive", f"{item.nbytes} bytes", want)
+        problem = f"zip member {name} is not followed by its size and checksum"
+        raise origin.corrupt(problem, f"{entries.nbytes[row]} bytes at byte {payload[row]}")
+    if free[-1] != end:
+        raise origin.corrupt("bytes between the members and the zip directory", got=f"byte {free[-1]}", want=f"{end}")
+    return np.asarray(payload, np.int64)
+
+
+def _read_headers(item: ItemBytes, entries: _Entries, end: int) -> tuple[Bytes, Bytes]:
+    """Return each local header with the 24 bytes before it, [n + 1, 54], and the names behind the headers.
+
+    The last row is for the directory, at `end`. Headers that reach beyond it are zeros.
+    """
+    before, width = _DESCRIPTOR64.size, _DESCRIPTOR64.size + _LOCAL.size
+    places, name_nbytes = np.append(entries.header, end), np.append(entries.name_nbytes, 0)
+    name_starts = np.cumsum(name_nbytes) - name_nbytes
+    heads, names = np.zeros((len(places), width), np.uint8), np.zeros(len(entries.names), np.uint8)
+    lasts = places + _LOCAL.size + name_nbytes
+    lasts[-1] = end
+    rows = np.flatnonzero(lasts <= end)
+    first, last = np.maximum(places[rows] - before, 0), lasts[rows]
+    # Neighbors are read together, and a block's reads are taken apart at once.
+    is_far = first[1:] - np.maximum.accumulate(last)[:-1] > _GAP_NBYTES
+    is_far |= first[1:] // _BLOCK_NBYTES != first[:-1] // _BLOCK_NBYTES
+    group = np.append(0, np.cumsum(is_far))
+    low = first[np.searchsorted(group, np.arange(group[-1] + 1))]
+    nbytes = np.maximum.reduceat(last, np.searchsorted(group, np.arange(len(low)))) - low
+    item.file.prefetch(zip((item.start + low).tolist(), nbytes.tolist(), strict=True))
+    base = np.cumsum(nbytes) - nbytes
+    edges = np.flatnonzero(np.append(True, base[1:] // _BLOCK_NBYTES != base[:-1] // _BLOCK_NBYTES)).tolist()
+    for start, stop in pairwise([*edges, len(low)]):
+        reads = zip(low[start:stop].tolist(), nbytes[start:stop].tolist(), strict=True)
+        data = np.frombuffer(b"".join([bytes(before), *(item.read(*read) for read in reads), bytes(width)]), np.uint8)
+        mine = slice(*np.searchsorted(group, (start, stop)))
+        own, numbers = rows[mine], group[mine]
+        at = before + base[numbers] - base[start] + places[own] - low[numbers]
+        heads[own] = sliding_window_view(data, width)[at - before]
+        behind = span_indices(at + _LOCAL.size, name_nbytes[own])
+        names[span_indices(name_starts[own], name_nbytes[own])] = data[behind]
+    return heads, names
+
+
+def int_array(values: Iterable[int]) -> IntArray:
+    """Return integers as an array."""
+    return np.fromiter(values, np.int64)
+
+
+def span_indices(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Return the indices of spans, one span after the other."""
+    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
 
 
 ALIGNMENT = 4096
 """Alignment in bytes of each record in the file, for O_DIRECT, reflinks and page-wise readers."""
 
 _PREFIX = "archive/"  # torch's name for the folder in archives that it writes to a stream
-_WIDE = 0xFFFFFFFF
-
 _PADDING = struct.Struct("<2sH")
-_DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")  # 4.3.9
-
 _UTF8 = 0x800
 
 _Placed: TypeAlias = tuple[int, bytes]
@@ -440,6 +566,30 @@ class ArchiveRecord(Struct, frozen=True):
     """The checksum in the archive's directory; meaningless if the archive has no checksums."""
 
 
+class ArchiveRecords(Mapping[str, ArchiveRecord]):
+    """The records of an archive by key, in the order of their bytes, as arrays."""
+
+    def __init__(self, members: ZipMembers, prefix: str, start: int) -> None:
+        named = [(name[len(prefix) :], row) for name, row in members.rows.items() if name.startswith(prefix)]
+        self._rows = {key: row for row, (key, _) in enumerate(named)}
+        rows = int_array(row for _, row in named)
+        self.offset, self.nbytes, self.crc32 = members.offset[rows] + start, members.nbytes[rows], members.crc32[rows]
+
+    def __getitem__(self, key: str) -> ArchiveRecord:
+        row = self._rows[key]
+        return ArchiveRecord(key, int(self.offset[row]), int(self.nbytes[row]), int(self.crc32[row]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows_of(self, keys: Iterable[str]) -> IntArray:
+        """Return the rows of records in the arrays."""
+        return int_array(map(self._rows.__getitem__, keys))
+
+
 class ArchivedTensor(Struct, frozen=True):
     """A view on one record; several tensors may share a record."""
 
@@ -482,7 +632,8 @@ class _Storage(InertRecord, eq=False):
 class TensorRebuilder(Struct, frozen=True):
     """Build checked tensors from the persistent ids and rebuild calls of a pickle."""
 
-    records: Mapping[str, ArchiveRecord]
+    nbytes: Mapping[str, int]
+    """Bytes of each record, by key."""
     origin: Origin
 
     def builders(self) -> dict[tuple[str, str], Builder]:
@@ -516,12 +667,12 @@ class TensorRebuilder(Struct, frozen=True):
             itemsize = dtype(name).nbytes
         else:
             raise self.origin.corrupt("the pickle names an unknown kind of storage", got=quote(kind.name))
-        record = self.records.get(key)
-        if record is None:
+        nbytes = self.nbytes.get(key)
+        if nbytes is None:
             raise self.origin.corrupt(f"the record data/{quote(key)[1:-1]} is missing")
-        if count * itemsize != record.nbytes:
+        if count * itemsize != nbytes:
             problem = f"the record data/{quote(key)[1:-1]} does not have the size its storage claims"
-            raise self.origin.corrupt(problem, f"{record.nbytes} bytes", f"{count} elements of {itemsize} bytes")
+            raise self.origin.corrupt(problem, f"{nbytes} bytes", f"{count} elements of {itemsize} bytes")
         return _Storage("torch.storage", kind.name, (), key=key, dtype=name)
 
     def _tensor_v2(self, args: tuple[object, ...]) -> object:
@@ -573,7 +724,7 @@ class TensorRebuilder(Struct, frozen=True):
                 pass
             case _:
                 raise self.origin.corrupt("a tensor's offset, shape or strides are not counts")
-        capacity = self.records[key].nbytes // dtype(dtype_name).nbytes
+        capacity = self.nbytes[key] // dtype(dtype_name).nbytes
         extent = 1 if math.prod(shape) else 0
         for stride, count in sorted(zip(strides, shape, strict=True)) if extent else ():
             if count == 1:
@@ -617,7 +768,7 @@ class TorchArchive(Struct, frozen=True):
     path: str
     status: os.stat_result | ObjectStatus
     """Status of the file when it was read."""
-    records: Mapping[str, ArchiveRecord]
+    records: ArchiveRecords
     """Key -> the member ``data/<key>``."""
     value: object
     """Plain values, tuples, lists, dicts (also OrderedDict), sets, `ArchivedTensor` and `InertRecord`.
@@ -666,9 +817,10 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
     """Read the archive in an open file, or, as in torch DCP's ``.distcp``, in these bytes of it; see `read_archive`."""
     item, origin = open_item(file, start, nbytes), file.origin
     try:
-        named = read_members(item)
-        prefix = named[0].name.partition("/")[0] + "/" if named else ""
-        outside = next((member.name for member in named if not member.name.startswith(prefix)), None)
+        members = read_members(item)
+        rows = members.rows
+        prefix = next(iter(rows)).partition("/")[0] + "/" if rows else ""
+        outside = next((name for name in rows if not name.startswith(prefix)), None)
         if outside is not None:
             raise origin.corrupt("the archive has members outside its folder", quote(outside), quote(prefix))
     except CorruptError:
@@ -677,40 +829,36 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
         problem = "was written by torch before 1.6, or in its old format"
         step = "load it with torch and save it again"
         raise origin.usage(problem, "a bare pickle", "a zip", step) from None
-    members = {member.name[len(prefix) :]: member for member in named}
-    member = members.get("data.pkl")
-    if member is None:
+    row = rows.get(f"{prefix}data.pkl")
+    if row is None:
         raise origin.corrupt("the archive holds no data.pkl: torch.save did not write it")
-    if member.nbytes > MAX_PICKLE_NBYTES:
+    if members.nbytes[row] > MAX_PICKLE_NBYTES:
         want = f"at most {MAX_PICKLE_NBYTES} bytes"
-        raise origin.corrupt("data.pkl is too large", f"{member.nbytes} bytes", want)
+        raise origin.corrupt("data.pkl is too large", f"{members.nbytes[row]} bytes", want)
     # torch writes zeros for all checksums or for none; the CRC of an empty member is always 0.
-    has_checksums = any(member.crc32 for member in members.values())
-    order = members.get("byteorder")
+    has_checksums = bool(members.crc32.any())
+    order = rows.get(f"{prefix}byteorder")
     if order is not None:  # torch writes it since 2.1; older files are little-endian
-        kind = _read_member(item, order, has_checksums) if order.nbytes <= 16 else b""
+        kind = _read_member(item, members, order, has_checksums) if members.nbytes[order] <= 16 else b""
         if kind == b"big":
             step = "save it on a little-endian one"
             raise origin.usage("was written on a big-endian machine", "big", "little", step)
         if kind != b"little":
             raise origin.corrupt("its byte order is damaged", got=quote(kind), want="little")
-    data = _read_member(item, member, has_checksums)
-    records = {
-        name[5:]: ArchiveRecord(name[5:], start + member.offset, member.nbytes, member.crc32)
-        for name, member in members.items()
-        if name.startswith("data/")
-    }
-    tensors = TensorRebuilder(records, origin)
+    data = _read_member(item, members, row, has_checksums)
+    records = ArchiveRecords(members, f"{prefix}data/", start)
+    tensors = TensorRebuilder(dict(zip(records, records.nbytes.tolist(), strict=True)), origin)
     own = {**PLAIN_BUILDERS, **tensors.builders()}
     pickled = read_pickle(data, origin, builders=own, load_global=load_global, load_persistent=tensors.load_storage)
     value, foreign = pickled.value, MappingProxyType(dict(pickled.foreign))
-    return TorchArchive(origin.path, file.status, MappingProxyType(records), value, prefix[:-1], has_checksums, foreign)
+    return TorchArchive(origin.path, file.status, records, value, prefix[:-1], has_checksums, foreign)
 
 
-def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> bytes:
-    data = item.read(member.offset, member.nbytes)
+def _read_member(item: ItemBytes, members: ZipMembers, row: int, has_checksums: bool) -> bytes:
+    data = item.read(int(members.offset[row]), int(members.nbytes[row]))
     crc32 = isal_zlib.crc32(data)
-    if has_checksums and crc32 != member.crc32:
-        problem = f"{quote(member.name)} fails its checksum"
-        raise item.file.origin.corrupt(problem, f"CRC {crc32:08x}", f"CRC {member.crc32:08x}")
+    if has_checksums and crc32 != members.crc32[row]:
+        name = next(islice(members.rows, row, None))
+        problem = f"{quote(name)} fails its checksum"
+        raise item.file.origin.corrupt(problem, f"CRC {crc32:08x}", f"CRC {members.crc32[row]:08x}")
     return data
