@@ -11,8 +11,11 @@ import io
 import pickle
 import pickletools
 import re
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from contextlib import suppress
+from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -175,6 +178,26 @@ def _children(node: object) -> Collection[object] | None:
     return None
 
 
+class Blank(Struct, frozen=True):
+    """Stands in a value for a number or a text in which the pickles of a `PickleFamily` differ."""
+
+    number: int
+
+
+def fill_blanks(value: Any, own: Sequence[object]) -> Any:
+    """Return a copy of a small part of a family's value, with one pickle's own values in the places of blanks."""
+    if isinstance(value, Blank):
+        return own[value.number]
+    if isinstance(value, (tuple, list)):
+        return type(value)(fill_blanks(part, own) for part in value)
+    if isinstance(value, dict):
+        return {key: fill_blanks(part, own) for key, part in value.items()}
+    if isinstance(value, InertRecord):
+        parts = (fill_blanks(part, own) for part in (value.args, value.kwargs, value.state, value.items))
+        return InertRecord(value.module, value.name, *parts)
+    return value
+
+
 _MAX_KEY_NODES = 64
 _PLAIN_KEYS = frozenset({str, bytes, float, bool, type(None)})
 
@@ -259,6 +282,8 @@ def check_key(key: object) -> None:
     waiting = [key]
     for _ in range(_MAX_KEY_NODES):
         node = waiting.pop()
+        if isinstance(node, Blank):
+            raise ValueError("keys that differ between pickles")
         if isinstance(node, (tuple, frozenset)):
             waiting.extend(node)
         elif isinstance(node, int) and not -(1 << 63) <= node < 1 << 64:
@@ -550,6 +575,12 @@ class PickleScan:
             raise _damaged(origin, len(data), f"{num_marks} open marks" if num_marks else f"memo number {largest}")
         self._num_puts = num_puts
 
+    def start_of(self, place: int) -> int:
+        """Return the first byte of the opcode with the byte at that place."""
+        block = self._blocks[bisect_right(self._blocks, place, key=itemgetter(0)) - 1]
+        places = self._opcodes_of(block)[0]
+        return int(places[np.searchsorted(places, place, side="right") - 1])
+
     def _opcodes_of(self, block: _Block) -> tuple[_Places, _Bytes]:
         """Return the places of a block's opcodes in the pickle, and the opcodes."""
         places = np.flatnonzero(np.unpackbits(block[2])) + block[0]
@@ -693,8 +724,8 @@ class PickleReader(pickle.Unpickler):
         max_made_nbytes: int = MAX_MADE_NBYTES,
     ) -> None:
         self._max_made_nbytes = max_made_nbytes
-        scan = self.scan(data, origin, max_made_nbytes)
-        code, actions = scan.rewrite()
+        self.scanned = self.scan(data, origin, max_made_nbytes)
+        code, actions = self.scanned.rewrite()
         super().__init__(_Stream(code))
         self.origin = origin
         self.nbytes = len(data)
@@ -709,7 +740,7 @@ class PickleReader(pickle.Unpickler):
         """Names whose calls became plain values."""
         self.dropped: list[object] = []
         """Attributes of dicts, which are left out."""
-        self._actions, self._named_at = iter(actions), iter(scan.named_at)
+        self._actions, self._named_at = iter(actions), iter(self.scanned.named_at)
         self._steps: dict[int, Callable[[Any], object]] = {
             ord("a"): self.append,
             ord("e"): self.extend,
@@ -862,6 +893,10 @@ class Pickled(Struct, frozen=True):
     value: object
     foreign: Mapping[tuple[str, str], int]
     """(Module, name) of each class or function that frameworks do not write -> the byte that names it first."""
+    own: tuple[object, ...] | None = None
+    """What this pickle has in the places of the value's `Blank`s; None if the value is of this pickle alone."""
+    key: object = None
+    """The key of the family's first pickle."""
 
 
 def read_pickle(
@@ -871,12 +906,152 @@ def read_pickle(
     builders: Mapping[tuple[str, str], Builder] = PLAIN_BUILDERS,
     load_global: Callable[[str, str], object] = InertRecord,
     load_persistent: Callable[[object], object] | None = None,
+    families: MutableSequence[PickleFamily] | None = None,
+    key: object = None,
 ) -> Pickled:
-    """Read a pickle; its classes and calls are inert records. The arguments are those of `PickleReader`."""
+    """Read a pickle; its classes and calls are inert records. The other arguments are those of `PickleReader`.
+
+    A pickle of one of the `families` is not read again. Any other one is the first of a new family. Builders give
+    families of equal keys the same values.
+    """
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
-    reader = PickleReader(data, origin, builders, load_global, load_persistent)
+    arguments = (builders, load_global, load_persistent)
+    for family in families or ():
+        found = family.read(data, origin, *arguments) if family.key == key else None
+        if found is not None:
+            return found
+    reader = PickleReader(data, origin, *arguments)
     value = reader.read()
     check_tree(value, 1_000_000 + 4 * len(data), origin)
     roots = [value, *reader.dropped]
-    return Pickled(value, find_foreign_names(reader.named, reader.calls, reader.built, roots, origin))
+    foreign = find_foreign_names(reader.named, reader.calls, reader.built, roots, origin)
+    if families is not None:
+        families.append(PickleFamily(data, reader.scanned, foreign, key))
+    return Pickled(value, foreign)
+
+
+# ---- pickles that are alike
+
+_LEAF_OPCODES = b"KMJX\x8c"  # BININT1, BININT2, BININT, BINUNICODE, SHORT_BINUNICODE
+_MAX_BLANKS = 16
+
+
+class PickleFamily:
+    """A pickle, and others that differ from it in a few numbers and texts alone, as those of a run's ranks do.
+
+    They have one value, with a `Blank` in the place of each difference. It is read when a second pickle comes, and
+    again when a later one differs in further places. Pickles of one family have the same opcodes, so that what holds
+    for the first one, of its size, depth and classes, holds for all.
+    """
+
+    def __init__(self, data: bytes, scan: PickleScan, foreign: Mapping[Name, int], key: object) -> None:
+        self.key, self._data, self._scan, self._foreign = key, data, scan, foreign
+        self._blanks: set[tuple[int, int]] = set()
+        """First byte in the pickle, and the byte after the last one, of each opcode in which others differ."""
+        self._parts: list[bytes] | None = None
+        """The bytes between blanks; None before the value is read."""
+        self._value: object = None
+        self._is_alone = False
+        """Whether a difference was in a key, or in the numbers of a tensor, which builders check."""
+
+    def read(
+        self,
+        data: bytes,
+        origin: Origin,
+        builders: Mapping[tuple[str, str], Builder],
+        load_global: Callable[[str, str], object],
+        load_persistent: Callable[[object], object] | None,
+    ) -> Pickled | None:
+        """Return the value of a pickle; None if it is not of this family. The arguments are those of `read_pickle`."""
+        own = self._find_own(data)
+        if own is None:
+            blanks = None if self._is_alone else _find_differences(self._data, self._scan, data)
+            if blanks is None or len(blanks | self._blanks) > _MAX_BLANKS:
+                return None
+            self._blanks |= blanks
+            edges = [0, *(edge for blank in sorted(self._blanks) for edge in blank), len(self._data)]
+            self._parts = [self._data[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+            try:
+                self._value = _TemplateReader(self._parts, origin, builders, load_global, load_persistent).read()
+            except XrankError:
+                self._is_alone, self._parts = True, None
+            own = self._find_own(data)
+        return None if own is None else Pickled(self._value, self._foreign, own, self.key)
+
+    def _find_own(self, data: bytes) -> tuple[object, ...] | None:
+        """Return what a pickle has in the places of the blanks; None if it differs in others."""
+        own, at = [], 0
+        for k, part in enumerate(self._parts or ()):
+            if k:
+                leaf = _read_leaf(data, at)
+                if leaf is None:
+                    return None
+                own.append(leaf[0])
+                at = leaf[1]
+            if not data.startswith(part, at):
+                return None
+            at += len(part)
+        return tuple(own) if self._parts and at == len(data) else None
+
+
+class _TemplateReader(PickleReader):
+    """Reads the first pickle of a family, with blanks between its parts."""
+
+    def __init__(
+        self,
+        parts: Sequence[bytes],
+        origin: Origin,
+        builders: Mapping[tuple[str, str], Builder],
+        load_global: Callable[[str, str], object],
+        load_persistent: Callable[[object], object] | None,
+    ) -> None:
+        self._cuts = [PickleRun(()) for _ in parts[1:]]
+        self._blanks = map(Blank, range(len(self._cuts)))
+        super().__init__(bytes([RUN]).join(parts), origin, builders, load_global, load_persistent)
+
+    def scan(self, data: bytes, origin: Origin, max_made_nbytes: int) -> PickleScan:
+        return PickleScan(data, origin, max_made_nbytes, self._cuts)
+
+    def take_run(self, operands: tuple[object, ...]) -> Blank:
+        return next(self._blanks)
+
+
+def _find_differences(data: bytes, scan: PickleScan, other: bytes) -> set[tuple[int, int]] | None:
+    """Return the spans of the opcodes in which another pickle differs; None if it differs in more than leaves."""
+    found: set[tuple[int, int]] = set()
+    at = there = 0
+    while len(found) <= _MAX_BLANKS:
+        num_same = _count_same(data[at:], other[there:])
+        if at + num_same == len(data) or there + num_same == len(other):
+            return found if len(data) - at == len(other) - there else None
+        start = scan.start_of(at + num_same)
+        leaf, other_leaf = _read_leaf(data, start), _read_leaf(other, start - at + there)
+        if leaf is None or other_leaf is None:
+            return None
+        found.add((start, leaf[1]))
+        at, there = leaf[1], other_leaf[1]
+    return None
+
+
+def _count_same(a: bytes, b: bytes) -> int:
+    """Return the number of bytes with which both begin."""
+    nbytes = min(len(a), len(b))
+    differs = np.frombuffer(a, np.uint8, nbytes) != np.frombuffer(b, np.uint8, nbytes)
+    first = int(differs.argmax()) if nbytes else 0
+    return first if nbytes and differs[first] else nbytes
+
+
+def _read_leaf(data: bytes, at: int) -> tuple[object, int] | None:
+    """Return the number or the text of an opcode, and the byte after it; None for another opcode or a damaged one."""
+    opcode = data[at : at + 1]
+    if not opcode or opcode not in _LEAF_OPCODES:
+        return None
+    is_text, start = opcode[0] in _COUNTED, at + 1 + _COUNTED.get(opcode[0], 0)
+    end = start + int.from_bytes(data[at + 1 : start], "little") if is_text else at + OPCODE_LENGTHS[opcode[0]]
+    if end > len(data):
+        return None
+    with suppress(UnicodeDecodeError):
+        raw = data[start:end]
+        return raw.decode() if is_text else int.from_bytes(raw, "little", signed=opcode == pickle.BININT), end
+    return None

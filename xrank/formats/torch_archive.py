@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import TypeAlias
@@ -27,8 +27,10 @@ from xrank.errors import CorruptError, UsageError
 from xrank.formats.pickles import (
     MAX_PICKLE_NBYTES,
     PLAIN_BUILDERS,
+    Blank,
     Builder,
     InertRecord,
+    PickleFamily,
     read_pickle,
 )
 from xrank.storage.client import ObjectStatus
@@ -585,6 +587,15 @@ class ArchiveRecords(Mapping[str, ArchiveRecord]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether other records have the same keys and sizes."""
+        is_like = isinstance(other, ArchiveRecords) and np.array_equal(self.nbytes, other.nbytes)
+        return is_like and self._rows == other._rows
+
+    def share_keys(self, other: ArchiveRecords) -> None:
+        """Take the keys of equal records, so that memory holds them once."""
+        self._rows = other._rows
+
     def rows_of(self, keys: Iterable[str]) -> IntArray:
         """Return the rows of records in the arrays."""
         return int_array(map(self._rows.__getitem__, keys))
@@ -654,7 +665,7 @@ class TensorRebuilder(Struct, frozen=True):
         """Return the storage of a persistent id."""
         # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
         match saved_id:
-            case ("storage", InertRecord(args=None) as kind, str(key), str(), int(count)) if (
+            case ("storage", InertRecord(args=None) as kind, str(key), str() | Blank(), int(count)) if (
                 type(count) is int and count >= 0 and kind.module in ("torch", "torch.storage")
             ):
                 pass
@@ -783,16 +794,25 @@ class TorchArchive(Struct, frozen=True):
     """False if all checksums are 0 (``torch.serialization.set_crc32_options(False)``), so bytes cannot be verified."""
     foreign: Mapping[tuple[str, str], int]
     """Classes and functions in the pickle that frameworks do not write (`xrank.formats.pickles`)."""
+    own: tuple[object, ...] | None = None
+    """What this archive has in the places of `Blank`s in the value, which is that of others too; None: of this alone.
+
+    Their records have the same keys and sizes.
+    """
 
 
-def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
+def read_archive(
+    path: str, *, rank: int | None = None, families: MutableSequence[PickleFamily] | None = None
+) -> TorchArchive:
     """Read the structure of a ``torch.save`` archive, which a rank wrote, if one is given.
+
+    Archives that are read with the same `families` share a value if their pickles are of one family.
 
     Errors as in `Reader.read`, and a UsageError for an undamaged file whose tensors safetensors cannot hold.
     """
     with open_regular(path, rank) as file:
         refuse_pointer(file)
-        return read_archive_in(file)
+        return read_archive_in(file, families=families)
 
 
 def walk_leaves(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], object]]:
@@ -813,7 +833,13 @@ def is_archive(file: RegularFile) -> bool:
     return start.startswith(_ZIP) or start == _BEFORE_ZIPS
 
 
-def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = None) -> TorchArchive:
+def read_archive_in(
+    file: RegularFile,
+    *,
+    start: int = 0,
+    nbytes: int | None = None,
+    families: MutableSequence[PickleFamily] | None = None,
+) -> TorchArchive:
     """Read the archive in an open file, or, as in torch DCP's ``.distcp``, in these bytes of it; see `read_archive`."""
     item, origin = open_item(file, start, nbytes), file.origin
     try:
@@ -848,10 +874,21 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
     data = _read_member(item, members, row, has_checksums)
     records = ArchiveRecords(members, f"{prefix}data/", start)
     tensors = TensorRebuilder(dict(zip(records, records.nbytes.tolist(), strict=True)), origin)
-    own = {**PLAIN_BUILDERS, **tensors.builders()}
-    pickled = read_pickle(data, origin, builders=own, load_global=load_global, load_persistent=tensors.load_storage)
-    value, foreign = pickled.value, MappingProxyType(dict(pickled.foreign))
-    return TorchArchive(origin.path, file.status, records, value, prefix[:-1], has_checksums, foreign)
+    pickled = read_pickle(
+        data,
+        origin,
+        builders={**PLAIN_BUILDERS, **tensors.builders()},
+        load_global=load_global,
+        load_persistent=tensors.load_storage,
+        families=families,
+        key=records,
+    )
+    if isinstance(pickled.key, ArchiveRecords):
+        records.share_keys(pickled.key)
+    foreign = MappingProxyType(dict(pickled.foreign))
+    return TorchArchive(
+        origin.path, file.status, records, pickled.value, prefix[:-1], has_checksums, foreign, pickled.own
+    )
 
 
 def _read_member(item: ItemBytes, members: ZipMembers, row: int, has_checksums: bool) -> bytes:
