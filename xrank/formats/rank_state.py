@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableSequence
+from functools import lru_cache
 from math import prod
 from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta, Struct, ValidationError, convert, field
-from msgspec.structs import force_setattr
+from msgspec import DecodeError, Meta, Raw, Struct, ValidationError, convert, field
+from msgspec.json import decode
+from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, CorruptError, UsageError
-from xrank.formats.pickles import refuse_inert
+from xrank.formats.pickles import PickleFamily, fill_blanks, refuse_inert
 from xrank.formats.torch_archive import STORAGE_DTYPES, ArchivedTensor, TorchArchive, read_archive
 
 VERSION = 1
@@ -73,7 +75,6 @@ class RankRecord(Struct, frozen=True):
                 got=fault,
                 next_step="let the rank write its state again",
             )
-        force_setattr(self, "tensors", dict(self.tensors))
 
     def to_json(self) -> str:
         """Return the record as a text, which is the same for equal records."""
@@ -101,28 +102,29 @@ class RankRecord(Struct, frozen=True):
     @classmethod
     def from_json(cls, text: str, *, file: str) -> RankRecord:
         """Parse and check the text of `to_json`; a newer xrank's is a UsageError, a malformed one a CorruptError."""
-        place = "record"
+        place, entries = "record", _find_entries(text)
         try:
-            value = json.loads(text, object_pairs_hook=_refuse_repeats)
+            rest = text if entries is None else text.replace(entries, "{}", 1)
+            value = json.loads(rest, object_pairs_hook=_refuse_repeats)
             version = value.get("version") if isinstance(value, dict) else None
             if type(version) is int and version > VERSION:
                 problem, got, want = f"{file} was written by a newer xrank", f"record version {version}", str(VERSION)
                 raise UsageError(problem, file=file, got=got, want=f"version {want}", next_step="update xrank")
             _check_keys(value, _KEYS)
-            known: dict[TensorRecord, TensorRecord] = {}  # a large model has few kinds of tensors
-            tensors: dict[str, TensorRecord] = {}
-            for name, stated in convert(value["tensors"], dict[str, Any]).items():
-                place = f"tensors[{name!r}]"
-                tensor = convert(_check_keys(stated, _FREQUENT, _RARE), TensorRecord)
-                tensors[name] = known.setdefault(tensor, tensor)
+            tensors = _convert_entries(value["tensors"]) if entries is None else _read_entries(entries)
             place = "meshes"
             meshes = convert(value["meshes"], tuple[_StatedMesh, ...])
             place = "record"
-            own = {"meshes": [(mesh.axis_names, mesh.shape, mesh.ranks) for mesh in meshes], "tensors": tensors}
-            return convert({**value, **own}, cls)
+            own = {"meshes": [(mesh.axis_names, mesh.shape, mesh.ranks) for mesh in meshes], "tensors": {}}
+            record = convert({**value, **own}, cls)
+            fault = _find_tensor_fault(tensors, len(record.meshes))
+            if fault is not None:
+                raise ValueError(fault)
+            return replace(record, tensors=tensors)
         except (ValueError, RecursionError, ValidationError) as error:
             if isinstance(error, UsageError):
                 raise
+            place = error.place if isinstance(error, _EntryError) else place
             fault = f"{place}: {getattr(error.__cause__, 'got', None) or error}"
             raise CorruptError(
                 f"{file}: its xrank record is malformed: {fault}",
@@ -147,13 +149,61 @@ def _find_fault(record: RankRecord) -> str | None:
             return f"mesh {index} of shape {list(shape)} has {len(ranks)} ranks"
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < record.world_size for rank in ranks):
             return f"mesh {index} names a rank twice, or one outside the world of {record.world_size}"
-    for name, tensor in record.tensors.items():
+    return _find_tensor_fault(record.tensors, len(record.meshes))
+
+
+def _find_tensor_fault(tensors: Mapping[str, TensorRecord], num_meshes: int) -> str | None:
+    seen: set[int] = set()  # a large model has few kinds of tensors, whose records are the same objects
+    for name, tensor in tensors.items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
         for mesh in (tensor.mesh, tensor.view):
-            if mesh is not None and not 0 <= mesh < len(record.meshes):
-                return f"tensor {name!r} lies on mesh {mesh} of {len(record.meshes)}"
+            if mesh is not None and not 0 <= mesh < num_meshes:
+                return f"tensor {name!r} lies on mesh {mesh} of {num_meshes}"
         if tensor.shape is not None and any(size < 0 for size in tensor.shape):
             return f"tensor {name!r} has the global shape {list(tensor.shape)}"
     return None
+
+
+class _Entries(Struct):
+    tensors: Raw
+
+
+class _EntryError(ValueError):
+    """The entry of a tensor is malformed."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__(str(error))
+        self.place = place
+
+
+def _find_entries(text: str) -> str | None:
+    """Return the part of a record's text that ranks mostly have alike, the tensors' entries; None for a malformed one.
+
+    No JSON text contains it, as its quotes are not escaped.
+    """
+    try:
+        return bytes(decode(text, type=_Entries).tensors).decode()
+    except DecodeError:
+        return None
+
+
+@lru_cache(maxsize=4)
+def _read_entries(text: str) -> Mapping[str, TensorRecord]:
+    return _convert_entries(json.loads(text, object_pairs_hook=_refuse_repeats))
+
+
+def _convert_entries(entries: object) -> Mapping[str, TensorRecord]:
+    known: dict[TensorRecord, TensorRecord] = {}  # a large model has few kinds of tensors
+    tensors: dict[str, TensorRecord] = {}
+    for name, stated in convert(entries, dict[str, Any]).items():
+        try:
+            tensor = convert(_check_keys(stated, _FREQUENT, _RARE), TensorRecord)
+        except ValueError as error:
+            raise _EntryError(f"tensors[{name!r}]", error) from None
+        tensors[name] = known.setdefault(tensor, tensor)
+    return tensors
 
 
 class _StatedMesh(Struct, forbid_unknown_fields=True):
@@ -260,10 +310,16 @@ class SavedState(Struct, frozen=True):
         )
 
 
-def read_saved_state(file: str, rank: int) -> SavedState:
-    """Read the state of an expected rank, which `SavedState.check_rank` checks, without its tensors' bytes."""
-    archive = read_archive(file, rank=rank)
-    state = archive.value
+def read_saved_state(file: str, rank: int, *, families: MutableSequence[PickleFamily] | None = None) -> SavedState:
+    """Read the state of an expected rank, which `SavedState.check_rank` checks, without its tensors' bytes.
+
+    States that are read with the same `families` share what they have alike.
+    """
+    archive = read_archive(file, rank=rank, families=families)
+    state: Any = archive.value
+    if archive.own is not None:  # the first state of the family was checked
+        config = fill_blanks(state[CONFIG], archive.own)
+        return SavedState(rank, archive, config, state[WEIGHT], record_of(archive, rank))
     refuse_inert(state, file, rank)
     if not isinstance(state, dict) or not {CONFIG, WEIGHT} <= state.keys():
         raise state_error(file, rank, f"a {type(state).__name__}", f'a dict with "{CONFIG}" and "{WEIGHT}"')
@@ -281,6 +337,7 @@ def read_saved_state(file: str, rank: int) -> SavedState:
 def record_of(archive: TorchArchive, rank: int | None) -> RankRecord | None:
     """Return the record of a state's archive; None if it has no record. Errors name the rank, if known."""
     text = archive.value.get(RECORD) if isinstance(archive.value, dict) else None
+    text = fill_blanks(text, archive.own or ())
     if text is None:
         return None
     if not isinstance(text, str):

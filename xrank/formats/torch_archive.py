@@ -589,16 +589,17 @@ class ArchiveRecords(Mapping[str, ArchiveRecord]):
 
     def __eq__(self, other: object) -> bool:
         """Return whether other records have the same keys and sizes."""
-        is_like = isinstance(other, ArchiveRecords) and np.array_equal(self.nbytes, other.nbytes)
-        return is_like and self._rows == other._rows
+        if not isinstance(other, ArchiveRecords):
+            return NotImplemented
+        return np.array_equal(self.nbytes, other.nbytes) and self._rows == other._rows
 
     def share_keys(self, other: ArchiveRecords) -> None:
         """Take the keys of equal records, so that memory holds them once."""
         self._rows = other._rows
 
-    def rows_of(self, keys: Iterable[str]) -> IntArray:
-        """Return the rows of records in the arrays."""
-        return int_array(map(self._rows.__getitem__, keys))
+    def row(self, key: str) -> int:
+        """Return the row of a record in the arrays."""
+        return self._rows[key]
 
 
 class ArchivedTensor(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise, product
@@ -660,11 +660,11 @@ _Parts: TypeAlias = list[tuple[HeldTensor, Claim | None]]
 """The ranks' parts of one tensor, with their claims."""
 
 
-def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_size: int) -> Placement:
-    """Return where all parts lie in their whole tensors."""
+def place_all(held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, *, world_size: int) -> Placement:
+    """Return where all parts lie in their whole tensors; `held` has the ranks' own names, each once."""
     parts: dict[str, _Parts] = {}
     num_pads, failures, claims = 0, list[LayoutError](), Claims(hints.layouts)
-    for local_name, tensors in held.items():
+    for local_name, tensors in held:
         try:
             for tensor in tensors:
                 claim = claims.find(local_name, tensor)

@@ -291,13 +291,25 @@ class Records:
         self._foreign: dict[str, Mapping[tuple[str, str], int]] = {}
         self._file, self._offset, self._nbytes, self._crc32 = (array("q") for _ in range(4))
 
-    def add_archive(self, archive: TorchArchive) -> Callable[[str], int]:
-        """Add a file; return a function that gives the index of the record with a key, and adds it at first use."""
-        number = len(self.files)
+    def add_whole_archive(self, archive: TorchArchive) -> int:
+        """Add a file with all its records, in the order of its own table; return the index of the first one."""
+        first, table = len(self._file), archive.records
+        self._file.extend([self._add_file(archive)] * len(table))
+        crc32 = table.crc32 if archive.has_checksums else np.full(len(table), NO_CHECKSUM)
+        for column, values in ((self._offset, table.offset), (self._nbytes, table.nbytes), (self._crc32, crc32)):
+            column.frombytes(values.tobytes())
+        return first
+
+    def _add_file(self, archive: TorchArchive) -> int:
         self.files.append(SourceFile.from_status(archive.path, archive.status))
         if not archive.has_checksums:
             self.bare.append(archive.path)
         self._foreign[archive.path] = archive.foreign
+        return len(self.files) - 1
+
+    def add_archive(self, archive: TorchArchive) -> Callable[[str], int]:
+        """Add a file; return a function that gives the index of the record with a key, and adds it at first use."""
+        number = self._add_file(archive)
         known: dict[str, int] = {}
 
         def index(key: str) -> int:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from itertools import pairwise
 from typing import Any
 
+from msgspec import Struct
+
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
+from xrank.formats.pickles import PickleFamily
 from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
+from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecords
+from xrank.layout import DeviceMesh
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.placement import HeldTensor, place_all, shared_mesh
@@ -21,9 +27,12 @@ from xrank.storage.shared_directory import check_one_owner
 from xrank.storage.url import is_url
 from xrank.words import ranks_text, repr_text, runs_text
 
+_MAX_FAMILIES = 4
+"""Kinds of states, as of the stages of a pipeline, that later states are compared with."""
 
-def read_rank_state(path: str, rank: int) -> SavedState:
-    """Return a rank's state in a folder, from its metadata alone."""
+
+def read_rank_state(path: str, rank: int, *, families: MutableSequence[PickleFamily] | None = None) -> SavedState:
+    """Return a rank's state in a folder, from its metadata alone; `families` as in `read_saved_state`."""
     file = os.path.join(path, state_file_name(rank))
     if places.is_file(file) and places.nbytes_of(file) == 0:
         raise IncompleteError(
@@ -34,7 +43,7 @@ def read_rank_state(path: str, rank: int) -> SavedState:
             want="a state",
             next_step=f"let rank {rank} write again, then {AGAIN}; nothing was written",
         )
-    state = read_saved_state(file, rank)
+    state = read_saved_state(file, rank, families=families)
     state.check_rank()
     return state
 
@@ -125,27 +134,11 @@ class WorkspaceReader:
             )
         if not is_url(path):
             check_one_owner(path, map(state_file_name, found))
-        states = [read_rank_state(path, rank) for rank in found]
+        families: deque[PickleFamily] = deque(maxlen=_MAX_FAMILIES)
+        states = [read_rank_state(path, rank, families=families) for rank in found]
         check_run(path, states)
         records = Records()
-        held: dict[str, list[HeldTensor]] = {}
-        for state in states:
-            index, record = records.add_archive(state.archive), state.record
-            try:
-                stated = record.meshes if record is not None else ()
-                meshes = [shared_mesh(shape, axes, ranks) for axes, shape, ranks in stated]
-            except LayoutError as error:
-                error.about(rank=state.rank, file=state.archive.path)
-                error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
-                raise
-            known = {} if record is None else record.tensors
-            for key in state.archive.records:
-                index(key)
-            for name, tensor in state.weights.items():
-                number = index(tensor.key)
-                part = HeldTensor.from_archive(tensor, rank=state.rank, file=state.archive.path, record=number)
-                held.setdefault(name, []).append(part.as_recorded(known.get(name, TensorRecord()), meshes))
-        placement = place_all(held, hints, world_size=len(states))
+        placement = place_all(_list_parts(states, records), hints, world_size=len(states))
         first = states[0].record
         notes = placement.notes
         if placement.num_pads:
@@ -173,6 +166,52 @@ class WorkspaceReader:
             layouts=placement.layouts,
             details={"ranks": [_rank_details(state) for state in states]},
         )
+
+
+class _Alike(Struct, frozen=True):
+    """Ranks whose states hold the same tensors, and record the same of them."""
+
+    weights: Mapping[str, ArchivedTensor]
+    known: Mapping[str, TensorRecord]
+    meshes: Sequence[DeviceMesh]
+    records: ArchiveRecords
+    """Of one of the states; the others' have the same rows."""
+    holders: list[tuple[int, str, int]]
+    """(Rank, file, index of its first record)."""
+
+    def list_parts(self, name: str) -> Iterator[HeldTensor]:
+        """Yield the ranks' parts of a tensor."""
+        tensor = self.weights.get(name)
+        if tensor is None:
+            return
+        known = self.known.get(name, TensorRecord())
+        row = self.records.row(tensor.key)
+        mesh, view = (None if number is None else self.meshes[number] for number in (known.mesh, known.view))
+        stored = (tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
+        for rank, file, first in self.holders:
+            yield HeldTensor(rank, file, first + row, *stored, known.layout, mesh, view, known.name, known.shape)
+
+
+def _list_parts(states: Sequence[SavedState], records: Records) -> Iterator[tuple[str, list[HeldTensor]]]:
+    """Yield each tensor's name and its parts, in the order in which the ranks list them first."""
+    groups: dict[tuple[int, ...], _Alike] = {}
+    for state in states:
+        archive, record = state.archive, state.record
+        try:
+            stated = record.meshes if record is not None else ()
+            meshes = [shared_mesh(shape, axes, ranks) for axes, shape, ranks in stated]
+        except LayoutError as error:
+            error.about(rank=state.rank, file=archive.path)
+            error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
+            raise
+        known = record.tensors if record is not None else {}
+        # Ranks share these objects, which the states keep alive.
+        key = (id(state.weights), id(known) if known else 0, *map(id, meshes))
+        group = groups.setdefault(key, _Alike(state.weights, known, meshes, archive.records, []))
+        group.holders.append((state.rank, archive.path, records.add_whole_archive(archive)))
+    for name in dict.fromkeys(name for group in groups.values() for name in group.weights):
+        parts = [part for group in groups.values() for part in group.list_parts(name)]
+        yield name, sorted(parts, key=lambda part: part.rank)
 
 
 def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:

@@ -408,7 +408,9 @@ def describe_rank_files(
     }
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
-    placement = place_all(collect_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
+    placement = place_all(
+        collect_parts(files, indexes, pieces, world_size, hints).items(), hints, world_size=world_size
+    )
     listing = (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes))
     shards = {shard.name: shard for shard in listing}
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
