@@ -660,24 +660,70 @@ _Parts: TypeAlias = list[tuple[HeldTensor, Claim | None]]
 """The ranks' parts of one tensor, with their claims."""
 
 
+class _PlacedError(Exception):
+    """A tensor that was placed has one more part, under another name of its rank's own."""
+
+
 def place_all(held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, *, world_size: int) -> Placement:
-    """Return where all parts lie in their whole tensors; `held` has the ranks' own names, each once."""
+    """Return where all parts lie in their whole tensors; `held` has each name of the ranks' own once.
+
+    Most tensors are placed as their name comes, so that a million parts are not in memory at once. If that was too
+    early, `held` is iterated again.
+    """
+    try:
+        return _place_all(held, hints, world_size, waits=False)
+    except _PlacedError:
+        return _place_all(held, hints, world_size, waits=True)
+
+
+def _place_all(
+    held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, world_size: int, *, waits: bool
+) -> Placement:
+    claims, layouts = Claims(hints.layouts), _StatedLayouts()
+    # By global name, in order. Those of tensors that are placed are left out.
     parts: dict[str, _Parts] = {}
-    num_pads, failures, claims = 0, list[LayoutError](), Claims(hints.layouts)
+    placed: dict[str, list[StoredShard]] = {}
+    num_pads, assumptions, left_out = 0, list[tuple[str, str]](), list[str]()
+    failures, late_failures = list[LayoutError](), list[LayoutError]()
+
+    def place(name: str, own: _Parts, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        if hints.needs_layouts:
+            layouts.add(name, own)
+        try:
+            placed[name], assumption = _place(name, sorted(own, key=_rank_of), hints, world_size, shapes)
+        except LayoutError as error:
+            if hints.is_left_out is not None and hints.is_left_out(name):
+                left_out.append(name)
+            else:
+                late_failures.append(error)
+            return
+        if assumption:
+            assumptions.append((name, assumption))
+
     for local_name, tensors in held:
+        own: _Parts = []
+        is_alone = not waits and local_name not in parts
         try:
             for tensor in tensors:
                 claim = claims.find(local_name, tensor)
+                if claim is None or claim.pattern is None:
+                    own.append((tensor, claim))
+                    is_alone = is_alone and (claim is None or claim.companion is None)
+                    continue
+                is_alone = False
                 global_name = find_global_name(claim, local_name, tensor)
                 if global_name is None:
                     num_pads += 1
+                elif global_name in placed:
+                    raise _PlacedError
                 else:
                     parts.setdefault(global_name, []).append((tensor, claim))
         except LayoutError as error:
             failures.append(error)
-    placed: dict[str, list[StoredShard]] = {}
-    assumptions = []
-    left_out: list[str] = []
+        if own:
+            parts.setdefault(local_name, []).extend([] if is_alone else own)
+            if is_alone:
+                place(local_name, own, {})
     # Companions follow from another tensor's layout, so they come last, when that tensor's shape is known.
     companions = {
         name
@@ -685,21 +731,12 @@ def place_all(held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, *,
         # Ranks share a few claims, so each is looked at once.
         if any(claim.companion is not None for claim in {id(c): c for _, c in own if c is not None}.values())
     }
-    for name in sorted(parts, key=companions.__contains__):
-        own = sorted(parts[name], key=lambda part: part[0].rank)
+    for name in sorted(filter(parts.__getitem__, parts), key=companions.__contains__):
         shapes = {}
         if name in companions:
             shapes = {shard.name: shard.shape for shards in placed.values() for shard in shards}
-        try:
-            placed[name], assumption = _place(name, own, hints, world_size, shapes)
-        except LayoutError as error:
-            if hints.is_left_out is not None and hints.is_left_out(name):
-                left_out.append(name)
-            else:
-                failures.append(error)
-            continue
-        if assumption:
-            assumptions.append((name, assumption))
+        place(name, parts[name], shapes)
+    failures += late_failures
     if failures:
         # The first error names the tensors that the others concern.
         failures[0].about(got=likewise_text([error.tensor or "?" for error in failures[1:]]).removeprefix("; "))
@@ -715,29 +752,41 @@ def place_all(held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, *,
     counting = dict.fromkeys(claim for own in parts.values() for _, claim in own if claim and claim.pattern)
     absent = dict.fromkeys(name for claim in counting for name in list_counted_names(claim) if name not in parts)
     absent.update(dict.fromkeys(left_out))
-    layouts = _collect_layouts(parts) if hints.needs_layouts else {}
-    return Placement(shards, tuple(assumptions), num_pads, tuple(absent), layouts)
+    assumed = dict(assumptions)
+    ordered = tuple((name, assumed[name]) for name in parts if name in assumed)
+    return Placement(shards, ordered, num_pads, tuple(absent), layouts.in_order(parts))
 
 
-def _collect_layouts(parts: Mapping[str, _Parts]) -> dict[str, Sequence[StatedLayout]]:
-    """Return the declared layouts of each tensor outside flat buffers, each layout once."""
-    # A million ranks share a few objects, so compare identities: comparing two meshes costs as much as they have ranks.
-    known: dict[tuple[int, int], StatedLayout] = {}
-    found: dict[str, dict[StatedLayout, None]] = {}
-    for name, own in parts.items():
+def _rank_of(part: tuple[HeldTensor, Claim | None]) -> int:
+    return part[0].rank
+
+
+class _StatedLayouts:
+    """The declared layouts of each tensor outside flat buffers, each layout once."""
+
+    def __init__(self) -> None:
+        # A million ranks share a few objects, so compare identities: comparing two meshes costs as much as they have
+        # ranks.
+        self._known: dict[tuple[int, int], StatedLayout] = {}
+        self._found: dict[str, dict[StatedLayout, None]] = {}
+
+    def add(self, name: str, parts: _Parts) -> None:
         seen: set[tuple[int, int]] = set()
-        for _, claim in own:
+        for _, claim in parts:
             if claim is None or flat_of(claim.layout) is not None:
                 continue
             key = id(claim.layout), id(claim.mesh)
             if key in seen:
                 continue
             seen.add(key)
-            stated = known.get(key)
+            stated = self._known.get(key)
             if stated is None or (stated.pattern, stated.companion) != (claim.pattern, claim.companion):
-                stated = known[key] = StatedLayout(claim.layout, claim.mesh, claim.pattern, claim.companion)
-            found.setdefault(name, {})[stated] = None
-    return {name: tuple(stated) for name, stated in found.items()}
+                stated = self._known[key] = StatedLayout(claim.layout, claim.mesh, claim.pattern, claim.companion)
+            self._found.setdefault(name, {})[stated] = None
+
+    def in_order(self, names: Iterable[str]) -> dict[str, Sequence[StatedLayout]]:
+        """Return the layouts by name, in the order of the names."""
+        return {name: tuple(self._found[name]) for name in names if name in self._found}
 
 
 def _place(
