@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -76,6 +77,20 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def pause_collection() -> Iterator[None]:
+    """Pause garbage collection in all threads: only for short work that makes many objects and no cycles."""
+    # The user, or a caller of this function, has paused it and will decide when it runs again.
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def read_bytes_at(fd: int, nbytes: int, offset: int) -> bytes:

@@ -20,7 +20,7 @@ from xrank.commands.inspect import inspect_source
 from xrank.commands.layout import check_file, diff_layouts
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.discovery import find_source
-from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
+from xrank.readers.fsdp.rank_files import FsdpRankFile, RankFileReader
 from xrank.readers.fsdp.reader import AccelerateRanksReader, VerlReader, find_flat_pieces, flat_shards
 from xrank.recipes.layout_sources import file_text, layouts_at
 from xrank.recipes.sources import read_source
@@ -382,7 +382,7 @@ class TestFlatParameters:
 
     def test_a_name_that_is_gone(self, folders: dict[str, Path], tmp_path: Path) -> None:
         """On all ranks, its elements are missed in the buffer; on one, among its own."""
-        files = [read_rank_file(str(file), rank) for rank, file in enumerate(sorted(folders["local"].iterdir()))]
+        files = [RankFileReader().read(str(file), rank) for rank, file in enumerate(sorted(folders["local"].iterdir()))]
         indexes: dict[int, Callable[[str], int]] = {file.rank: lambda key: 0 for file in files}
         shapes = {name: tensor.shape for name, tensor in expected().items()}
         assert len(flat_shards(find_flat_pieces(files, indexes), shapes)) == 9

@@ -34,7 +34,7 @@ def layouts(text, mesh=None, pattern="w") -> Hints:
 
 def place(name, parts, hints, *, world_size):
     """Return where the parts of one tensor lie, and what was assumed of it."""
-    placement = place_all([(name, parts)], hints, world_size=world_size)
+    placement = place_all({name: parts}.items, hints, world_size=world_size)
     (shard,) = placement.shards
     return shard, "; ".join(map(": ".join, placement.assumptions)) or None
 

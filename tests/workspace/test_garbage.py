@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from xrank.ranks.exchange import pause_collection
+from xrank.system import pause_collection
 
 
 def test_nothing_is_searched_meanwhile_and_then_as_before():

@@ -25,6 +25,7 @@ from msgspec import Struct, field
 from xrank.errors import XrankError
 from xrank.storage.entries import MAX_INTEGER_NBYTES
 from xrank.storage.regular_file import Origin, quote
+from xrank.system import pause_collection
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
@@ -113,14 +114,15 @@ def inert_error(record: object, origin: Origin, place: str = "") -> XrankError:
     return origin.unsafe(f"{start} an object that only running code can make: {kind}", got=kind)
 
 
-def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
-    """Raise a CorruptError if a walk of the tree, shared nodes each time, would be endless, too long or too deep.
+def check_tree(value: object, max_nodes: int, origin: Origin) -> list[InertRecord]:
+    """Return the records in a tree, also those inside of records.
 
-    A pickle may hold a list that contains itself, or 60 lists that each hold the previous one twice: small in memory,
-    but endless to walk. The contents of inert records are checked as separate trees.
+    CorruptError if a walk of the tree, shared nodes each time, would be endless, too long or too deep. A pickle may
+    hold a list that contains itself, or 60 lists that each hold the previous one twice: small in memory, but endless
+    to walk. The contents of inert records are checked as separate trees.
     """
     sizes: dict[int, int] = {}
-    records: set[int] = set()
+    records: dict[int, InertRecord] = {}
     roots = [value]
     while roots:
         root = roots.pop()
@@ -133,8 +135,8 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
                     visit.size += 1
                     continue
                 if isinstance(child, InertRecord) and id(child) not in records:
-                    records.add(id(child))
-                    roots += [child.args, child.kwargs, child.state, child.items]
+                    records[id(child)] = child
+                    roots += filter(None, (child.args, child.kwargs, child.state, child.items))
                 known = sizes.get(id(child))
                 if known is None and _children(child) is not None:
                     # A container inside itself also ends here: its size stays unknown while it is open.
@@ -153,6 +155,7 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
                 if path:
                     sizes[id(visit.node)] = total
                     path[-1].size += total
+    return list(records.values())
 
 
 class _Visit:
@@ -388,24 +391,25 @@ def find_foreign_names(
     named: Mapping[Name, int],
     calls: Iterable[InertRecord],
     built: Iterable[Name],
-    roots: Iterable[object],
+    kept: Iterable[InertRecord],
     origin: Origin,
 ) -> dict[Name, int]:
     """Return the names that no framework writes, each with the byte of the pickle that names it first.
 
     A pickle that discards the result of a call, or a name outside the list, is unsafe. `built` are the names of the
-    calls that became plain values, and `calls` are the others. `roots` are the pickle's value, and what was dropped
-    from it.
+    calls that became plain values, and `calls` are the others. `kept` are the records in the pickle's value, and in
+    what was dropped from it.
     """
     calls = list(calls)
     foreign = {name: at for name, at in named.items() if not is_known(name)}
     if not calls and not foreign:
         return {}
-    kept = {id(record): record for record in _find_records(roots)}
+    kept = list(kept)
+    places = set(map(id, kept))
     for record in calls:
-        if id(record) not in kept:
+        if id(record) not in places:
             raise _discarded((record.module, record.name), named, origin)
-    reached = {(record.module, record.name) for record in kept.values()}
+    reached = {(record.module, record.name) for record in kept}
     for name in foreign.keys() - reached - set(built):
         raise _discarded(name, named, origin)
     return {name: at for name, at in foreign.items() if name in reached}
@@ -917,15 +921,16 @@ def read_pickle(
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
     arguments = (builders, load_global, load_persistent)
-    for family in families or ():
-        found = family.read(data, origin, *arguments) if family.key == key else None
-        if found is not None:
-            return found
-    reader = PickleReader(data, origin, *arguments)
-    value = reader.read()
-    check_tree(value, 1_000_000 + 4 * len(data), origin)
-    roots = [value, *reader.dropped]
-    foreign = find_foreign_names(reader.named, reader.calls, reader.built, roots, origin)
+    with pause_collection():
+        for family in families or ():
+            found = family.read(data, origin, *arguments) if family.key == key else None
+            if found is not None:
+                return found
+        reader = PickleReader(data, origin, *arguments)
+        value = reader.read()
+        kept = check_tree(value, 1_000_000 + 4 * len(data), origin)
+        kept += _find_records(reader.dropped)
+        foreign = find_foreign_names(reader.named, reader.calls, reader.built, kept, origin)
     if families is not None:
         families.append(PickleFamily(data, reader.scanned, foreign, key))
     return Pickled(value, foreign)
@@ -935,6 +940,8 @@ def read_pickle(
 
 _LEAF_OPCODES = b"KMJX\x8c"  # BININT1, BININT2, BININT, BINUNICODE, SHORT_BINUNICODE
 _MAX_BLANKS = 16
+MAX_FAMILIES = 4
+"""Families, as of the stages of a pipeline, with which the next pickle is compared."""
 
 
 class PickleFamily:

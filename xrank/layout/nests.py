@@ -10,7 +10,8 @@ Every box, split, part, product and permutation is nested after `canonical`, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -31,7 +32,8 @@ class Nest(NamedTuple):
     loops: tuple[Loop, ...] = ()
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return torch's strides of a contiguous tensor, in elements; an empty dim counts as 1."""
     strides: list[int] = []
     step = 1

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
-import gc
 import inspect
 import json
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby, islice
 from math import inf, prod
@@ -26,24 +25,11 @@ from xrank.ranks.group import RankGroup
 from xrank.ranks.memory import check_dense, explain_size_limit, has_memory, kind_without_elements
 from xrank.ranks.memory_messages import is_as_in_memory
 from xrank.ranks.wire import Message, MessageWorkspace
+from xrank.system import pause_collection
 from xrank.words import repr_text
 
 if TYPE_CHECKING:
     import torch
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Pause garbage collection in all threads: only for short work that makes many objects and no cycles."""
-    # The user, or a caller of this function, has paused it and will decide when it runs again.
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 SAME_VERSION = "let all ranks use the same version of xrank, and of the classes that they send"

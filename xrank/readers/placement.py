@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise, product
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from xrank.errors import AGAIN, ContradictionError, CorruptError, LayoutError, either, option
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
@@ -88,6 +88,12 @@ class HeldTensor(Struct, frozen=True):
             pattern=known.name,
             global_shape=known.shape,
         )
+
+    def on(self, holders: Iterable[tuple[int, str, int]]) -> Iterator[HeldTensor]:
+        """Yield the parts of ranks that hold, and record, the same: each with its own rank, file and record."""
+        _, _, _, *same = astuple(self)
+        for rank, file, record in holders:
+            yield HeldTensor(rank, file, record, *same)
 
     @property
     def again(self) -> str:
@@ -664,21 +670,23 @@ class _PlacedError(Exception):
     """A tensor that was placed has one more part, under another name of its rank's own."""
 
 
-def place_all(held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, *, world_size: int) -> Placement:
-    """Return where all parts lie in their whole tensors; `held` has each name of the ranks' own once.
+_Held: TypeAlias = Iterable[tuple[str, Sequence[HeldTensor]]]
+"""A name of the ranks' own and all parts of that name, for each name."""
+
+
+def place_all(list_parts: Callable[[], _Held], hints: Hints, *, world_size: int) -> Placement:
+    """Return where all parts lie in their whole tensors.
 
     Most tensors are placed as their name comes, so that a million parts are not in memory at once. If that was too
-    early, `held` is iterated again.
+    early, the parts are listed again.
     """
     try:
-        return _place_all(held, hints, world_size, waits=False)
+        return _place_all(list_parts(), hints, world_size, waits=False)
     except _PlacedError:
-        return _place_all(held, hints, world_size, waits=True)
+        return _place_all(list_parts(), hints, world_size, waits=True)
 
 
-def _place_all(
-    held: Iterable[tuple[str, Sequence[HeldTensor]]], hints: Hints, world_size: int, *, waits: bool
-) -> Placement:
+def _place_all(held: _Held, hints: Hints, world_size: int, *, waits: bool) -> Placement:
     claims, layouts = Claims(hints.layouts), _StatedLayouts()
     # By global name, in order. Those of tensors that are placed are left out.
     parts: dict[str, _Parts] = {}

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -291,12 +291,17 @@ class Records:
         self._foreign: dict[str, Mapping[tuple[str, str], int]] = {}
         self._file, self._offset, self._nbytes, self._crc32 = (array("q") for _ in range(4))
 
-    def add_whole_archive(self, archive: TorchArchive) -> int:
-        """Add a file with all its records, in the order of its own table; return the index of the first one."""
+    def add_records(self, archive: TorchArchive, keys: Collection[str]) -> int:
+        """Add a file with some of its records, in the order of these keys; return the index of the first one."""
         first, table = len(self._file), archive.records
-        self._file.extend([self._add_file(archive)] * len(table))
-        crc32 = table.crc32 if archive.has_checksums else np.full(len(table), NO_CHECKSUM)
-        for column, values in ((self._offset, table.offset), (self._nbytes, table.nbytes), (self._crc32, crc32)):
+        rows = np.fromiter(map(table.row, keys), np.int64, len(keys))
+        self._file.extend([self._add_file(archive)] * len(rows))
+        crc32 = table.crc32[rows] if archive.has_checksums else np.full(len(rows), NO_CHECKSUM)
+        for column, values in (
+            (self._offset, table.offset[rows]),
+            (self._nbytes, table.nbytes[rows]),
+            (self._crc32, crc32),
+        ):
             column.frombytes(values.tobytes())
         return first
 

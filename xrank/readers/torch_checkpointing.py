@@ -23,9 +23,9 @@ from xrank.readers.base import Hints
 from xrank.readers.fsdp.rank_files import (
     DTensorPart,
     FsdpRankFile,
+    RankFileReader,
     build_placement,
     make_mesh,
-    read_rank_file,
     sizes_of,
 )
 from xrank.readers.fsdp.reader import RankFiles, describe_rank_files
@@ -304,7 +304,7 @@ class TorchCheckpointingReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
         found = find_model_files(path)
-        files = []
+        files, reader = [], RankFileReader(is_nested=True)
         for rank, file in found.listed.by_rank.items():
             if found.are_safetensors:
                 header = read_header(file)
@@ -314,7 +314,7 @@ class TorchCheckpointingReader:
                 }
                 read = FsdpRankFile(rank, header, {}, {}, plain, ())
             else:
-                read = read_rank_file(file, rank, is_nested=True)
+                read = reader.read(file, rank)
             files.append(read if found.metadata is None else _apply_cuts(read, found.metadata.cuts_of(rank)))
         if found.are_safetensors and found.metadata is None:
             hints = _limit_hints(found, hints)

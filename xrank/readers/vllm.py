@@ -230,7 +230,7 @@ class VllmReader:
         # vLLM saves one of two names of the same memory, the first by the alphabet (_filter_subtensors).
         if hints.config.get("tie_word_embeddings") is True and _HEAD in held and _EMBEDDING not in held:
             held = {_EMBEDDING if name == _HEAD else name: parts for name, parts in held.items()}
-        placement = place_all(held.items(), replace(hints, layouts=None, shapes={}), world_size=len(ranks))
+        placement = place_all(held.items, replace(hints, layouts=None, shapes={}), world_size=len(ranks))
         recipe = _prove({shard.name: shard.shape for shard in placement.shards}, path, hints)
         text = f"shapes, which vLLM does not record, are by config.json's sizes those of {recipe}"
         notes = [NO_CHECKSUMS, ("inferred-shapes", text)]

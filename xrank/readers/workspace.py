@@ -6,13 +6,14 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
-from xrank.formats.pickles import PickleFamily
+from xrank.formats.pickles import MAX_FAMILIES, PickleFamily
 from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecords
 from xrank.layout import DeviceMesh
@@ -26,9 +27,6 @@ from xrank.storage.regular_file import Origin
 from xrank.storage.shared_directory import check_one_owner
 from xrank.storage.url import is_url
 from xrank.words import ranks_text, repr_text, runs_text
-
-_MAX_FAMILIES = 4
-"""Kinds of states, as of the stages of a pipeline, that later states are compared with."""
 
 
 def read_rank_state(path: str, rank: int, *, families: MutableSequence[PickleFamily] | None = None) -> SavedState:
@@ -134,11 +132,11 @@ class WorkspaceReader:
             )
         if not is_url(path):
             check_one_owner(path, map(state_file_name, found))
-        families: deque[PickleFamily] = deque(maxlen=_MAX_FAMILIES)
+        families: deque[PickleFamily] = deque(maxlen=MAX_FAMILIES)
         states = [read_rank_state(path, rank, families=families) for rank in found]
         check_run(path, states)
         records = Records()
-        placement = place_all(_list_parts(states, records), hints, world_size=len(states))
+        placement = place_all(partial(_list_parts, _group_states(states, records)), hints, world_size=len(states))
         first = states[0].record
         notes = placement.notes
         if placement.num_pads:
@@ -184,16 +182,12 @@ class _Alike(Struct, frozen=True):
         tensor = self.weights.get(name)
         if tensor is None:
             return
-        known = self.known.get(name, TensorRecord())
-        row = self.records.row(tensor.key)
-        mesh, view = (None if number is None else self.meshes[number] for number in (known.mesh, known.view))
-        stored = (tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
-        for rank, file, first in self.holders:
-            yield HeldTensor(rank, file, first + row, *stored, known.layout, mesh, view, known.name, known.shape)
+        part = HeldTensor.from_archive(tensor, rank=-1, file="", record=self.records.row(tensor.key))
+        stated = part.as_recorded(self.known.get(name, TensorRecord()), self.meshes)
+        yield from stated.on((rank, file, first + part.record) for rank, file, first in self.holders)
 
 
-def _list_parts(states: Sequence[SavedState], records: Records) -> Iterator[tuple[str, list[HeldTensor]]]:
-    """Yield each tensor's name and its parts, in the order in which the ranks list them first."""
+def _group_states(states: Sequence[SavedState], records: Records) -> list[_Alike]:
     groups: dict[tuple[int, ...], _Alike] = {}
     for state in states:
         archive, record = state.archive, state.record
@@ -208,9 +202,14 @@ def _list_parts(states: Sequence[SavedState], records: Records) -> Iterator[tupl
         # Ranks share these objects, which the states keep alive.
         key = (id(state.weights), id(known) if known else 0, *map(id, meshes))
         group = groups.setdefault(key, _Alike(state.weights, known, meshes, archive.records, []))
-        group.holders.append((state.rank, archive.path, records.add_whole_archive(archive)))
-    for name in dict.fromkeys(name for group in groups.values() for name in group.weights):
-        parts = [part for group in groups.values() for part in group.list_parts(name)]
+        group.holders.append((state.rank, archive.path, records.add_records(archive, archive.records)))
+    return list(groups.values())
+
+
+def _list_parts(groups: Sequence[_Alike]) -> Iterator[tuple[str, list[HeldTensor]]]:
+    """Yield each tensor's name and its parts, in the order in which the ranks list them first."""
+    for name in dict.fromkeys(name for group in groups for name in group.weights):
+        parts = [part for group in groups for part in group.list_parts(name)]
         yield name, sorted(parts, key=lambda part: part.rank)
 
 

@@ -424,7 +424,7 @@ def _split(value: Placed, sizes: Sequence[int], dim: int) -> list[Placed]:
 def _swap_dims(value: Placed, one: int, other: int) -> Placed:
     order = list(range(len(value.shape)))
     order[one], order[other] = order[other], order[one]
-    shape = [value.shape[dim] for dim in order]
+    shape = tuple(value.shape[dim] for dim in order)
     old, new = row_major(value.shape), row_major(shape)
     nest = Nest(0, 0, tuple((value.shape[dim], old[dim], new[at]) for at, dim in enumerate(order)))
     return value.map(canonical(nest), shape)

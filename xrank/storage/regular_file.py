@@ -151,7 +151,7 @@ class RegularFile(Struct, frozen=True):
         parts: list[bytes] = []
         while offset < end:
             try:
-                part = _retry(partial(system.read_bytes_at, self.descriptor, end - offset, offset))
+                part = _retry(system.read_bytes_at, self.descriptor, end - offset, offset)
             except OSError as error:
                 raise self.origin.unreadable(f"cannot be read at byte {offset}", error) from error
             if not part:
@@ -175,7 +175,7 @@ def open_regular(path: str, rank: int | None = None, *, follow_links: bool = Tru
         return
     try:
         flags = system.READ if follow_links else system.READ | system.NO_LINK
-        descriptor = _retry(partial(os.open, path, flags))  # of a FIFO, too, it returns at once
+        descriptor = _retry(os.open, path, flags)  # of a FIFO, too, it returns at once
     except FileNotFoundError as error:
         step = "check the path, or wait until it is written"
         raise origin.incomplete("there is no such file", next_step=step) from error
@@ -195,16 +195,16 @@ def open_regular(path: str, rank: int | None = None, *, follow_links: bool = Tru
         system.close_read(descriptor)
 
 
-def _retry(read: Callable[[], _Result]) -> _Result:
+def _retry(read: Callable[..., _Result], *arguments: object) -> _Result:
     """Return the result of a read, repeated a few times after failures that may pass."""
     for seconds in _RETRY_SECONDS:
         try:
-            return read()
+            return read(*arguments)
         except OSError as error:
             if _code(error) not in _PASSING:
                 raise
             time.sleep(seconds)
-    return read()
+    return read(*arguments)
 
 
 def _code(error: OSError) -> str | None:

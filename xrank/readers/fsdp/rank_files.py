@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -9,10 +10,19 @@ from typing import Any, TypeGuard
 
 import numpy as np
 from isal import isal_zlib
-from msgspec import Struct
+from msgspec import Struct, field
+from msgspec.structs import replace
 
-from xrank.errors import ContradictionError, LayoutError
-from xrank.formats.pickles import InertRecord, inert_error, is_extra_state, refuse_inert
+from xrank.errors import ContradictionError, LayoutError, XrankError
+from xrank.formats.pickles import (
+    MAX_FAMILIES,
+    InertRecord,
+    PickleFamily,
+    fill_blanks,
+    inert_error,
+    is_extra_state,
+    refuse_inert,
+)
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import (
     ArchivedTensor,
@@ -254,6 +264,7 @@ class DTensors:
         self._known: dict[int, DeviceMesh | None] = {}
         self._values: dict[str, list[int]] = {}
         self._layouts: dict[object, str] = {}
+        self._meshes: list[object] = []
 
     def read_part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
         """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank."""
@@ -310,8 +321,13 @@ class DTensors:
         if id(value) not in self._known:
             if not is_object(value, "DeviceMesh"):
                 raise self._origin.corrupt("a DTensor has no device mesh", type(value).__name__)
-            self._known[id(value)] = self._read_mesh(attributes(value))
+            self._known[id(value)] = self._read_mesh(attributes(fill_blanks(value, self._archive.own or ())))
+            self._meshes.append(value)
         return self._known[id(value)]
+
+    def has_meshes_of(self, other: DTensors) -> bool:
+        """Return whether the meshes of an archive with the same value are this one's."""
+        return all(self._find_mesh(value) == other._find_mesh(value) for value in other._meshes)
 
     def _read_mesh(self, fields: Mapping[str, Any]) -> DeviceMesh | None:
         if fields.get("_rank", self._rank) != self._rank:
@@ -466,6 +482,8 @@ class FsdpRankFile(Struct, frozen=True):
     plain: Mapping[str, ArchivedTensor]
     others: tuple[str, ...]
     """Names of plain values that are not tensors."""
+    keys: Mapping[str, int] = field(default_factory=dict)
+    """Key of each DTensor's and plain tensor's record -> its number among them."""
 
     @property
     def origin(self) -> Origin:
@@ -481,19 +499,45 @@ class FsdpRankFile(Struct, frozen=True):
         return HeldTensor.from_archive(tensor, rank=self.rank, file=self.archive.path, record=index(tensor.key))
 
 
-def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRankFile:
-    """Return the content of a rank's file.
+class RankFileReader:
+    """Reads the files of a run's ranks. Those that hold the same but for their rank share what was read.
 
-    If the state dict may be nested (`is_nested`), dots join the names of the dicts around a tensor with its own name.
+    If the state dicts may be nested (`is_nested`), dots join the names of the dicts around a tensor with its own name.
     """
-    archive = read_archive(path, rank=rank)
+
+    def __init__(self, *, is_nested: bool = False) -> None:
+        self._is_nested = is_nested
+        self._families: deque[PickleFamily] = deque(maxlen=MAX_FAMILIES)
+        self._read: dict[int, tuple[FsdpRankFile, DTensors]] = {}
+        """Identity of an archive's value -> the first file that has it."""
+
+    def read(self, path: str, rank: int) -> FsdpRankFile:
+        """Return the content of a rank's file."""
+        archive = read_archive(path, rank=rank, families=self._families)
+        dtensors = DTensors(archive, rank)
+        if archive.own is None:
+            return _read_values(archive, rank, dtensors, is_nested=self._is_nested)
+        try:
+            if id(archive.value) in self._read:
+                file, first = self._read[id(archive.value)]
+                if not file.sharded and dtensors.has_meshes_of(first):
+                    return replace(file, rank=rank, archive=replace(archive, value=None))
+            file = _read_values(archive, rank, dtensors, is_nested=self._is_nested)
+        except XrankError:  # it may be about what differs between ranks
+            archive = read_archive(path, rank=rank)
+            return _read_values(archive, rank, DTensors(archive, rank), is_nested=self._is_nested)
+        self._read.setdefault(id(archive.value), (file, dtensors))
+        return file
+
+
+def _read_values(archive: TorchArchive, rank: int, reader: DTensors, *, is_nested: bool) -> FsdpRankFile:
+    path = archive.path
     origin = Origin(path, rank)
     state = archive.value
     if not isinstance(state, dict):
         refuse_inert(state, path, rank)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise no_names_error(origin, type(state).__name__)
-    reader = DTensors(archive, rank)
     dtensors: dict[str, DTensorPart] = {}
     sharded: dict[str, ShardedPart] = {}
     plain: dict[str, ArchivedTensor] = {}
@@ -530,4 +574,7 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
                 raise origin.usage(problem, want="tensors by name", next_step=_STATE_DICT)
             refuse_inert(value, path, rank)
             others.append(name)
-    return FsdpRankFile(rank, archive, dtensors, sharded, plain, tuple(others))
+    tensors = (*(part.local for part in dtensors.values()), *plain.values())
+    keys = {key: number for number, key in enumerate(dict.fromkeys(tensor.key for tensor in tensors))}
+    # Its value may take more memory than all files' tensors.
+    return FsdpRankFile(rank, replace(archive, value=None), dtensors, sharded, plain, tuple(others), keys)

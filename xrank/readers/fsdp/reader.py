@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from xrank.layout.nests import Nest
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import box_nests
 from xrank.readers.base import Hints
-from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
+from xrank.readers.fsdp.rank_files import FsdpRankFile, RankFileReader
 from xrank.readers.placement import HeldTensor, Placement, pieces_of, place_all, replicate
 from xrank.readers.records import Records, Subject, absent_rank_error, find_step, nbytes_of, read_object
 from xrank.storage import places
@@ -198,10 +199,18 @@ def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> Store
     return pieces_of(name, [piece.held for piece in pieces], shape, nests)
 
 
+def _distinct(files: Iterable[FsdpRankFile]) -> list[FsdpRankFile]:
+    """Return the first of the files that share their tensors, for what such files have alike."""
+    first: dict[tuple[int, ...], FsdpRankFile] = {}
+    for file in files:
+        first.setdefault((id(file.dtensors), id(file.sharded), id(file.plain)), file)
+    return list(first.values())
+
+
 def check_kinds(files: Sequence[FsdpRankFile]) -> None:
     """Check that each name is one kind of tensor on all ranks."""
     kinds: dict[str, tuple[FsdpRankFile, str]] = {}
-    for file in files:
+    for file in _distinct(files):
         for kind, names in (("DTensor", file.dtensors), ("ShardedTensor", file.sharded), ("plain tensor", file.plain)):
             for name in names:
                 first, before = kinds.setdefault(name, (file, kind))
@@ -210,43 +219,60 @@ def check_kinds(files: Sequence[FsdpRankFile]) -> None:
                     raise file.of(name).contradiction(problem, kind, before)
 
 
-def collect_parts(
+def list_parts(
     files: Sequence[FsdpRankFile], indexes: Mapping[int, Index], pieces: FlatPieces, world_size: int, hints: Hints
-) -> dict[str, list[HeldTensor]]:
-    """Return the ranks' parts of each tensor that a layout places, by name and rising rank.
+) -> Iterator[tuple[str, list[HeldTensor]]]:
+    """Yield the name and the ranks' parts, by rising rank, of each tensor that a layout places.
 
     Beside DTensors and ShardedTensors, plain tensors are replicas, because torch saves cut tensors as one of those two.
     If no file contains either, hints place the plain tensors.
     """
-    held: dict[str, list[HeldTensor]] = {}
     are_replicas = any(file.dtensors or file.sharded for file in files)
     world = DeviceMesh((world_size,), ("rank",))
+    groups: dict[int, list[FsdpRankFile]] = {}
+    names: dict[str, None] = {}
     for file in files:
-        index = indexes[file.rank]
-        for name, part in file.dtensors.items():
-            cut = replace(file.hold(part.local, index), layout=part.layout, mesh=part.mesh, global_shape=part.shape)
-            held.setdefault(name, []).append(cut)
-        for name, tensor in file.plain.items():
-            if name in pieces.by_name:
+        group = groups.setdefault(id(file.dtensors), [])
+        group.append(file)
+        if len(group) == 1:
+            names.update(dict.fromkeys((*file.dtensors, *(name for name in file.plain if name not in pieces.by_name))))
+        names.update(dict.fromkeys(name for name in pieces.nameless if name in file.sharded))
+    for name in names:
+        held: list[HeldTensor] = []
+        for first, *others in groups.values():
+            part, plain, key = first.dtensors.get(name), first.plain.get(name), ""
+            if part is not None:
+                own = first.hold(part.local, indexes[first.rank])
+                own, key = replace(own, layout=part.layout, mesh=part.mesh, global_shape=part.shape), part.local.key
+            elif plain is not None and name not in pieces.by_name:
+                own, key = first.hold(plain, indexes[first.rank]), plain.key
+                # A rule of the layout file overrides this assumption.
+                if are_replicas and not _has_rule(hints, name):
+                    own = replicate(own, world)
+            else:
+                held += _hold_nameless(name, [first, *others], indexes, pieces, hints)
                 continue
-            plain = file.hold(tensor, index)
-            # A rule of the layout file overrides this assumption.
-            if are_replicas and not _has_rule(hints, name):
-                plain = replicate(plain, world)
-            held.setdefault(name, []).append(plain)
-        for name in pieces.nameless:
-            if name not in file.sharded:
-                continue
-            if not _has_rule(hints, name):
-                problem = "a flat parameter that records neither names nor shapes of its members"
-                step = (
-                    "save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
-                    f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}'
-                )
-                got = f"{file.sharded[name].shape[0]} elements"
-                raise file.of(name).layout(problem, got, "parameters by name", step)
-            held.setdefault(name, []).extend(file.hold(tensor, index) for _, tensor in file.sharded[name].shards)
-    return held
+            held.append(own)
+            held += own.on((file.rank, file.archive.path, indexes[file.rank](key)) for file in others)
+        yield name, sorted(held, key=lambda each: each.rank)
+
+
+def _hold_nameless(
+    name: str, files: Sequence[FsdpRankFile], indexes: Mapping[int, Index], pieces: FlatPieces, hints: Hints
+) -> Iterator[HeldTensor]:
+    """Yield the ranks' parts of a flat parameter that does not record the names of its members."""
+    for file in files if name in pieces.nameless else ():
+        if name not in file.sharded:
+            continue
+        if not _has_rule(hints, name):
+            problem = "a flat parameter that records neither names nor shapes of its members"
+            step = (
+                "save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
+                f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}'
+            )
+            got = f"{file.sharded[name].shape[0]} elements"
+            raise file.of(name).layout(problem, got, "parameters by name", step)
+        yield from (file.hold(tensor, indexes[file.rank]) for _, tensor in file.sharded[name].shards)
 
 
 def _has_rule(hints: Hints, name: str) -> bool:
@@ -299,9 +325,9 @@ class _RanksReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
         listed = self.list_files(path)
-        files = []
+        files, reader = [], RankFileReader()
         for rank, file in listed.by_rank.items():
-            files.append(read_rank_file(file, rank))
+            files.append(reader.read(file, rank))
             archive, (stem, suffix) = files[-1].archive, os.path.splitext(os.path.basename(file))
             saved_as = archive.name + suffix if isinstance(archive, TorchArchive) else stem + suffix
             # A copy under another rank's name still has the name under which it was saved.
@@ -400,20 +426,19 @@ def describe_rank_files(
     """Return where every tensor lies in the ranks' files."""
     world_size = _world_size(files, listed)
     records = Records()
-    indexes = {
-        file.rank: records.add_archive(file.archive)
-        if isinstance(file.archive, TorchArchive)
-        else records.add_safetensors(file.archive)
-        for file in files
-    }
+    indexes = {file.rank: _index_records(file, records) for file in files}
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
-    placement = place_all(
-        collect_parts(files, indexes, pieces, world_size, hints).items(), hints, world_size=world_size
-    )
+    parts = partial(list_parts, files, indexes, pieces, world_size, hints)
+    placement = place_all(parts, hints, world_size=world_size)
     listing = (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes))
     shards = {shard.name: shard for shard in listing}
-    ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
+    ordered = [
+        tensor
+        for file in _distinct(files)
+        for tensor in (*file.dtensors, *file.sharded, *file.plain)
+        if tensor in shards
+    ]
     # Last what no file names: the members of flat buffers that only a layout file knows.
     ordered += list(shards)
     return StoredModel(
@@ -433,11 +458,21 @@ def describe_rank_files(
     )
 
 
+def _index_records(file: FsdpRankFile, records: Records) -> Index:
+    if not isinstance(file.archive, TorchArchive):
+        return records.add_safetensors(file.archive)
+    if file.sharded:  # the record of a flat parameter may hold padding alone
+        return records.add_archive(file.archive)
+    first = records.add_records(file.archive, file.keys)
+    return lambda key: first + file.keys[key]
+
+
 def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
     """Return the world size, after checking that all files agree on it and that all its ranks are present."""
     recorded = [(file, part.world_size) for file in files for part in file.sharded.values()]
     # A DTensor's mesh may be smaller than the run, so it gives only a lower bound.
-    least = [(file, max(part.mesh.ranks) + 1) for file in files for part in file.dtensors.values()]
+    meshes = [(file, {id(part.mesh): part.mesh for part in file.dtensors.values()}) for file in _distinct(files)]
+    least = [(file, max(mesh.ranks) + 1) for file, own in meshes for mesh in own.values()]
     expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
     for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):
         got = f"{size} ranks, by its tensors"
@@ -449,7 +484,7 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
 
 def _notes(files: Sequence[FsdpRankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
     notes = [*placement.notes, *records.notes()]
-    others = list(dict.fromkeys(name for file in files for name in file.others))
+    others = list(dict.fromkeys(name for file in _distinct(files) for name in file.others))
     if others:
         names = list_text((quote(name)[1:-1] for name in others), _MAX_SHOWN)
         notes.append(("left-out", f"{len(others)} values that are not tensors were left out: {names}"))
@@ -457,9 +492,10 @@ def _notes(files: Sequence[FsdpRankFile], records: Records, placement: Placement
 
 
 def _details(listed: RankFiles, files: Sequence[FsdpRankFile]) -> dict[str, Any]:
+    all_files, files = files, _distinct(files)
     names = {name for file in files for name in (*file.dtensors, *file.sharded, *file.plain)}
     return {
-        "rank files": len(files),
+        "rank files": len(all_files),
         "meshes": sorted({part.mesh.grid for file in files for part in file.dtensors.values()}),
         "layouts": sorted({part.layout for file in files for part in file.dtensors.values()})[:_MAX_SHOWN],
         "DTensors": len({name for file in files for name in file.dtensors}),

@@ -243,7 +243,7 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
         if all(part.layout is None for part in parts):
             whole = shared_mesh((len(parts),), ("rank",), tuple(part.rank for part in parts))
             held[name] = [replace(replicate(part, whole), global_shape=part.shape) for part in parts]
-    placement = place_all(held.items(), Hints(), world_size=len(parsed))
+    placement = place_all(held.items, Hints(), world_size=len(parsed))
     # The tied tensors of flat buffers have the pieces of their targets, under their own names.
     by_name = {shard.name: shard for shard in placement.shards}
     ties = [(name, target) for name, target in flat_ties.items() if target in by_name and name not in by_name]

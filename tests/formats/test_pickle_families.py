@@ -1,0 +1,126 @@
+"""Pickles that are alike are read once, and give what each of them gives alone."""
+
+import collections
+import io
+import pickle
+import random
+from collections import deque
+
+import pytest
+import torch
+
+from xrank.errors import XrankError
+from xrank.formats.pickles import MAX_FAMILIES, Blank, InertRecord, fill_blanks, read_pickle
+from xrank.formats.torch_archive import read_archive
+from xrank.storage.regular_file import Origin
+
+pytestmark = pytest.mark.quick
+ORIGIN = Origin("file", 3)
+
+
+def state(rank=0, text="a text", rows=4):
+    layers = [{"name": f"layers.{k}", "shape": (rows, k), "kind": collections.OrderedDict} for k in range(30)]
+    return {"rank": rank, "layers": layers, "text": text, "again": text, 7: [rank, (rank, -rank)]}
+
+
+def plain(value):
+    """Return a value that compares by content."""
+    if isinstance(value, InertRecord):
+        return tuple(map(plain, (value.module, value.name, value.args, value.kwargs, value.state, value.items)))
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def read(data, families=None):
+    try:
+        pickled = read_pickle(data, ORIGIN, families=families)
+    except XrankError as error:
+        return type(error), str(error)
+    own = pickled.own
+    value = plain(pickled.value if own is None else fill_blanks(pickled.value, own))
+    return repr(value), dict(pickled.foreign)  # as text: a mutation may make a NaN
+
+
+@pytest.mark.parametrize("other", [{"rank": 1}, {"text": "another text"}, {"rank": 70_000, "text": ""}, {}], ids=str)
+def test_a_family_has_one_value(other):
+    families = deque(maxlen=MAX_FAMILIES)
+    # torch.save writes protocol 2, without frames, whose length would differ.
+    first, *others = (pickle.dumps(state(**kwargs), 2) for kwargs in ({}, other, {**other, "text": "third"}))
+    assert read(first, families) == read(first)
+    values = [read_pickle(data, ORIGIN, families=families) for data in others]
+    # A number of another length has another opcode, which is as good.
+    assert all(value.own is not None for value in values)
+    assert [read(data, families) for data in others] == [read(data) for data in others]
+    assert (
+        read_pickle(others[0], ORIGIN, families=families).value is read_pickle(first, ORIGIN, families=families).value
+    )
+
+
+def test_a_difference_in_a_key_makes_no_family():
+    families = deque(maxlen=MAX_FAMILIES)
+    for key in ("a", "b", "a", "b"):
+        data = pickle.dumps({"same": 1, key: 2}, 2)
+        assert read(data, families) == read(data) and read_pickle(data, ORIGIN).value == {"same": 1, key: 2}
+
+
+def test_pickles_that_differ_in_much_are_read_alone():
+    families = deque(maxlen=MAX_FAMILIES)
+    for rows in (4, 5, 4):
+        data = pickle.dumps(state(rows=rows), 2)
+        assert read(data, families) == read(data)
+    assert read_pickle(pickle.dumps(state(rows=5), 2), ORIGIN, families=families).own == ()
+
+
+def test_mutated_pickles_give_what_they_give_alone(soak):
+    draw = random.Random(7)
+    whole = [pickle.dumps(state(rank, f"rank {rank}"), protocol) for protocol in (2, 4) for rank in (0, 1, 300)]
+    for _ in range(20_000 if soak else 400):
+        families = deque(maxlen=MAX_FAMILIES)
+        first, data = (bytearray(draw.choice(whole)) for _ in range(2))
+        for _ in range(draw.choice((0, 1, 1, 3))):
+            at = draw.randrange(len(data))
+            data[at : at + draw.choice((0, 1, 1, 2))] = draw.randbytes(draw.choice((0, 1, 1, 5)))
+        for part in (first, data, draw.choice(whole)):
+            assert read(bytes(part), families) == read(bytes(part)), bytes(data)
+
+
+def saved(tmp_path, name, value, **options):
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    (tmp_path / name).write_bytes(buffer.getvalue())
+    return str(tmp_path / name)
+
+
+def test_archives_with_records_of_equal_sizes_share_tensors_and_keys(tmp_path):
+    families = deque(maxlen=MAX_FAMILIES)
+    names = [f"layers.{k}.weight" for k in range(20)]
+    archives = [
+        read_archive(
+            saved(tmp_path, f"{rank}", {"rank": rank, **dict.fromkeys(names, torch.full((3, 5), rank))}),
+            families=families,
+        )
+        for rank in range(3)
+    ]
+    first, second, third = (archive.value for archive in archives)
+    assert (
+        second is third and second["rank"] == Blank(0) and [archive.own for archive in archives] == [None, (1,), (2,)]
+    )
+    assert {name: second[name] for name in names} == {name: first[name] for name in names}
+    crcs = {archive.records["0"].crc32 for archive in archives}
+    assert len(crcs) == 3 and {archive.records["0"].nbytes for archive in archives} == {3 * 5 * 8}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(5, 3), torch.zeros(3, 5).double(), torch.zeros(30, 5)[::10], torch.zeros(4, 5)[1:], torch.zeros(3)],
+    ids=["turned", "wider", "with steps", "with an offset", "of one dim"],
+)
+def test_a_tensor_of_another_form_is_its_own(tmp_path, other):
+    families = deque(maxlen=MAX_FAMILIES)
+    for name, tensor in (("a", torch.zeros(3, 5)), ("b", other), ("c", torch.zeros(3, 5)), ("d", other)):
+        path = saved(tmp_path, name, {"weight": tensor, "more": [1, 2]})
+        shared, alone = read_archive(path, families=families), read_archive(path)
+        assert fill_blanks(shared.value, shared.own or ()) == alone.value
+        assert shared.value["weight"].shape == tuple(tensor.shape)
+        assert [*shared.records.items()] == [*alone.records.items()]
