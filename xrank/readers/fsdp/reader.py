@@ -429,6 +429,11 @@ def describe_rank_files(
     indexes = {file.rank: _index_records(file, records) for file in files}
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
+    # The records of files with ShardedTensors are numbered file by file too: the digest of a plan depends on it.
+    for file in (file for file in files if file.sharded):
+        named = (tensor for name, tensor in file.plain.items() if name not in pieces.by_name)
+        for tensor in (*(part.local for part in file.dtensors.values()), *named):
+            indexes[file.rank](tensor.key)
     parts = partial(list_parts, files, indexes, pieces, world_size, hints)
     placement = place_all(parts, hints, world_size=world_size)
     listing = (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes))
