@@ -11,6 +11,7 @@ from tests.workspace.stale_view import Server, StaleClient
 from xrank.errors import IncompleteError
 from xrank.ranks import directory_messages
 from xrank.ranks.directory_messages import DirectoryMessages, MessageName
+from xrank.storage import shared_directory
 from xrank.testing.workspace_contract import fill_tensor
 from xrank.workspace import nfs
 from xrank.workspace.nfs import NFSWorkspace
@@ -34,7 +35,7 @@ class Host:
             self.messages = DirectoryMessages(path, rank)
 
     def serving(self):
-        return self.client.serving(directory_messages)
+        return self.client.serving(directory_messages, shared_directory)
 
     def publish(self, header, tensors):
         with self.serving():
@@ -191,7 +192,7 @@ def test_a_state_whose_rename_was_answered_to_nobody_is_there(tmp_path, server):
     workspace = NFSWorkspace(tmp_path, rank=0, world_size=1, run_id="run")
     for number in range(3):
         client.loses_next_rename = True
-        with client.serving(nfs, directory_messages):
+        with client.serving(nfs, directory_messages, shared_directory):
             workspace.write_configs_and_weights({"number": number}, {"a": fill_tensor(number, 10)})
         assert not client.loses_next_rename
         assert workspace.read_configs_and_weights_from_rank(0)[0] == {"number": number}

@@ -432,7 +432,9 @@ def describe_rank_files(
     # The records of files with ShardedTensors are numbered file by file too: the digest of a plan depends on it.
     for file in (file for file in files if file.sharded):
         named = (tensor for name, tensor in file.plain.items() if name not in pieces.by_name)
-        for tensor in (*(part.local for part in file.dtensors.values()), *named):
+        nameless = [file.sharded[name].shards for name in pieces.nameless if name in file.sharded]
+        flat = (tensor for shards in nameless for _, tensor in shards)
+        for tensor in (*(part.local for part in file.dtensors.values()), *named, *flat):
             indexes[file.rank](tensor.key)
     parts = partial(list_parts, files, indexes, pieces, world_size, hints)
     placement = place_all(parts, hints, world_size=world_size)
