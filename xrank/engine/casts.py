@@ -154,7 +154,7 @@ def copy_cast(
         bits = _view_strided(target, np.dtype(kind), target_offset, loops, 2)
         # All exponent bits set is infinity or NaN. As integers they are the largest of their sign: two looks without
         # memory of their own show that there is none, as nearly always.
-        if bits.max() < (np.iinfo(signed).max + 1 | mask) and bits.view(signed).max() < mask:
+        if bits.max() < (1 << 8 * bits.itemsize - 1 | mask) and bits.view(signed).max() < mask:
             return
         # A finite source there was too large.
         special = source_view[(bits & kind(mask)) == mask].astype(np.float64)
