@@ -69,7 +69,7 @@ def test_a_plain_gather_imports_no_module_of_other_work(tmp_path):
 
 COUNTS_COLLECTIONS = """
 import atexit, gc
-from xrank.cli.main import main
+from xrank.__main__ import main
 
 def count():
     return sum(generation["collections"] for generation in gc.get_stats())

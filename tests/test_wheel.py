@@ -106,7 +106,7 @@ def test_the_contents_of_the_wheel(wheel: Path):
         "xxhash",
     }
     assert {"torch", "pytest", "examples"} <= set(metadata.get_all("Provides-Extra"))
-    assert "xrank = xrank.cli.main:main" in entry_points
+    assert "xrank = xrank.__main__:main" in entry_points
     assert "[pytest11]\nxrank.testing.plugin = xrank.testing.plugin" in entry_points
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import sys
 from importlib import import_module
@@ -18,8 +16,6 @@ from xrank.cli.help import CommandGroup
 from xrank.errors import UsageError
 
 _M_ARENA_MAX = -8  # of glibc's malloc.h
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""More objects than imports and a small run make."""
 _COMMANDS = {
     "gather": "gather",
     "reshard": "gather",
@@ -87,10 +83,6 @@ def main() -> NoReturn:
         pass
     os.close(fd)
     environment.forgo_blas_threads()
-    # Imports make objects that stay. Python would look through them for garbage a hundred times while it imports, which
-    # is a tenth of a small run, and twice before it ends.
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-    atexit.register(gc.freeze)
     # glibc gives each thread a heap of its own, which keeps what it frees: 5 to 10 MB more for a gather from a store.
     mallopt = system.c_function("mallopt") if sys.platform == "linux" else None
     if mallopt is not None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from msgspec import Struct, field
@@ -18,7 +18,6 @@ from xrank import dtypes
 from xrank.engine.companions import CompanionFile, check_companions
 from xrank.engine.hf_folder import find_weights_stem, lay_out, lay_out_file
 from xrank.engine.planner import Plan, make_plan
-from xrank.engine.transforms import Transform, Transforms, plan_transformed
 from xrank.errors import (
     AGAIN,
     ContradictionError,
@@ -63,6 +62,9 @@ from xrank.recipes.sources import complete_adapter, open_base_model, read_source
 from xrank.recipes.ties import declare_ties, find_ties
 from xrank.storage import places
 from xrank.words import list_text, plural
+
+if TYPE_CHECKING:
+    from xrank.engine.transforms import Transform, Transforms
 
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -131,7 +133,7 @@ def config_text_of(
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNPRINTABLE = "[\x00-\x1f\x7f-\x9f\ud800-\udfff]"
 """Control characters, and halves of characters that no file can contain."""
 
 
@@ -150,7 +152,8 @@ def select(
     """
     for shard in source.shards:
         name = shard.name
-        if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
+        is_plain = name.isprintable() or not re.search(_UNPRINTABLE, name)
+        if not is_plain or (".." in name and ".." in re.split(r"[/\\]", name)):
             raise UnsafeError(
                 f"a tensor's name is not one: {name!r}",
                 tensor=name,
@@ -586,6 +589,8 @@ def plan_output(
     elif transform is None:
         plan = make_plan(source, lay_out(list(outputs), max_nbytes, stem=stem), tied=selection.tied)
     else:
+        from xrank.engine.transforms import plan_transformed  # only calls in Python have a transform
+
         plan, selection, transforms = plan_transformed(source, selection, transform, max_nbytes, stem)
     checked = None
     excluded = set(decision.selection.excluded)
