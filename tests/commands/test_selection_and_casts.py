@@ -17,7 +17,7 @@ from tests.cli.bench import Bench
 from tests.commands.made_workspaces import LAYOUTS, assert_holds, leave, leave_plain, made_model, model_in
 from xrank import NFSWorkspace
 from xrank.commands.gather import gather_checkpoint
-from xrank.errors import UsageError
+from xrank.errors import UnsafeError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -338,3 +338,16 @@ def test_the_same_input_gives_the_same_bytes(bench: Bench) -> None:
     bench.succeeds(model, "--max-shard-size", "600", "--workers", "4", "--verify")
     assert {path.name: path.read_bytes() for path in bench.out.iterdir()} == first
     assert_holds(bench.out, model)
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a\x7fb", "a\x85b", "../b", "a/..\\b"])
+def test_a_name_that_steers_a_terminal_or_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    save_file({"a": torch.ones(2), name: torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsafeError, match="a tensor's name is not one"):
+        gather_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_names_may_have_letters_of_any_language_and_signs_without_width(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(2) for name in ("größe", "重み", "a\u200bb", "a..b")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    gather_checkpoint(tmp_path, tmp_path / "out", dry_run=True)
