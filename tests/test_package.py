@@ -56,7 +56,7 @@ def test_a_plain_gather_imports_no_module_of_other_work(tmp_path):
     unused = [
         *("recipes.reshard_plan", "recipes.load_plan", "formats.signature", "layout.layout_diff"),
         *("readers.torch_save", "readers.hugging_face.folder", "commands.verify", "commands.export", "virtual"),
-        *("layout.terms", "engine.holdings", "ranks.waits", "ranks.directory_messages"),
+        *("layout.terms", "engine.holdings", "engine.transforms", "ranks.waits", "ranks.directory_messages"),
     ]
     writing = ["commands.folder_filling", "engine.file_writing", "engine.rounds", "storage.folder_stage"]
     code = "import sys, xrank; xrank.gather_checkpoint('workspace', 'out', dry_run=DRY); print(' '.join(sys.modules))"
