@@ -5,6 +5,7 @@ import random
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of, pairs_of
 from xrank import dtypes
@@ -126,15 +127,29 @@ def test_stretches_are_the_bytes_of_straight_tensors(small_windows, monkeypatch)
         whole = expected_file(output, made.whole)
         for one in file.runs(2, 2):
             found, portions, first = {}, list(file.portions(one)), file.span(one)[0]
-            for table in file.stretches(portions):
+            straight = [portion for portion in portions if file.is_straight(portion.tensor)]
+            for table in file.stretches(straight):
                 num_tables += 1
                 for record, start, place, nbytes in zip(*(column.tolist() for column in table), strict=True):
                     assert nbytes > 0
                     found.update((place + i, made.records[record][start + i]) for i in range(nbytes))
-            straight = [portion for portion in portions if file.is_straight(portion.tensor)]
             num_straight += len(straight)
             assert found == {i: whole[first + i] for portion in straight for i in range(portion.start, portion.stop)}
     assert num_straight > 300 and num_tables > num_straight // 4
+
+
+def test_batches_of_stored_elements_fit_their_room(small_windows):
+    file = file_of([("BF16", (n,)) for n in (3, 4, 1, 9, 2, 8)])
+    tensors = tuple(replace(tensor, source_dtype="F32") for tensor in file.plan.tensors)
+    file = FileWindows(replace(file.plan, tensors=tensors), 0)
+    portions = list(file.portions(range(2)))
+    batches = list(file.stored_batches(portions, 32))
+    assert [[(one.tensor, one.start, one.stop) for one in batch] for batch in batches] == [
+        [(0, 0, 12), (1, 12, 28), (2, 28, 32)],
+        [(4, 0, 8)],
+        [(5, 0, 32)],
+    ]
+    assert [portion.tensor for portion in portions] == [0, 1, 2, 3, 4, 5]
 
 
 def test_few_prepared_tensors_are_kept():

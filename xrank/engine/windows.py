@@ -495,10 +495,29 @@ class FileWindows(JoinedFile):
                 yield Portion(index, (start - offset) // width, (stop - offset) // width, start - first, stop - first)
 
     def is_straight(self, tensor: int) -> bool:
-        """Return whether all elements of a tensor go to their places unchanged, and those of each copy side by side."""
+        """Return whether each copy's elements go to their places side by side, unchanged or cast at most."""
         plan = self.plan.tensors[tensor]
-        is_same = plan.source_dtype == plan.output.dtype and not plan.changed and plan.update is None
-        return is_same and not plan.output.is_padded and self._find_dense(plan.copies.nests) is not None
+        is_plain = plan.update is None and not plan.changed and not plan.output.is_padded
+        return is_plain and self._find_dense(plan.copies.nests) is not None
+
+    def stored_batches(self, portions: Iterable[Portion], room: int) -> Iterator[list[Portion]]:
+        """Yield portions with places for their elements as they are stored, one after another in so many bytes.
+
+        Portions that are longer are left out.
+        """
+        batch: list[Portion] = []
+        end = 0
+        for portion in portions:
+            nbytes = (portion.high - portion.low) * dtypes.dtype(self.plan.tensors[portion.tensor].source_dtype).nbytes
+            if nbytes > room:
+                continue
+            if end + nbytes > room:
+                yield batch
+                batch, end = [], 0
+            batch.append(portion._replace(start=end, stop=end + nbytes))
+            end += nbytes
+        if batch:
+            yield batch
 
     def _find_dense(self, nests: NestTable) -> IntArray | None:
         """Return the (x, y, number of elements) of nests that are all runs; None if some are not."""
@@ -520,18 +539,16 @@ class FileWindows(JoinedFile):
         return False
 
     def stretches(self, portions: Iterable[Portion]) -> Iterator[Stretches]:
-        """Yield the copies of straight tensors in a run of windows, in tables of a bounded size."""
+        """Yield the copies of parts of straight tensors as they are stored, in tables of a bounded size."""
         found: list[tuple[IntArray, IntArray]] = []
         places: list[tuple[int, int, int, int, int]] = []
         count = 0
         for portion in portions:
-            if not self.is_straight(portion.tensor):
-                continue
             plan = self.plan.tensors[portion.tensor]
             dense, record = self._find_dense(plan.copies.nests), plan.copies.record
             assert dense is not None
             width = dtypes.dtype(plan.source_dtype).nbytes
-            if portion.stop - portion.start < self._sizes[portion.tensor]:
+            if portion.stop - portion.start < width * plan.output.num_elements:
                 # Sorted by y, which the copies cover.
                 first, last = np.searchsorted(dense[1], (portion.low, portion.high), "right")
                 last = np.searchsorted(dense[1], portion.high)
