@@ -128,7 +128,7 @@ def test_stretches_are_the_bytes_of_straight_tensors(small_windows, monkeypatch)
         for one in file.runs(2, 2):
             found, portions, first = {}, list(file.portions(one)), file.span(one)[0]
             straight = [portion for portion in portions if file.is_straight(portion.tensor)]
-            for table in file.stretches(straight):
+            for _, table in file.stretches(straight):
                 num_tables += 1
                 for record, start, place, nbytes in zip(*(column.tolist() for column in table), strict=True):
                     assert nbytes > 0
@@ -138,13 +138,13 @@ def test_stretches_are_the_bytes_of_straight_tensors(small_windows, monkeypatch)
     assert num_straight > 300 and num_tables > num_straight // 4
 
 
-def test_batches_of_stored_elements_fit_their_room(small_windows):
+def test_groups_of_stored_elements_fit_their_room(small_windows):
     file = file_of([("BF16", (n,)) for n in (3, 4, 1, 9, 2, 8)])
     tensors = tuple(replace(tensor, source_dtype="F32") for tensor in file.plan.tensors)
     file = FileWindows(replace(file.plan, tensors=tensors), 0)
     portions = list(file.portions(range(2)))
-    batches = list(file.stored_batches(portions, 32))
-    assert [[(one.tensor, one.start, one.stop) for one in batch] for batch in batches] == [
+    groups = [group for group, _ in file.stretches(portions, 32)]
+    assert [[(one.tensor, one.start, one.stop) for one in group] for group in groups] == [
         [(0, 0, 12), (1, 12, 28), (2, 28, 32)],
         [(4, 0, 8)],
         [(5, 0, 32)],

@@ -52,6 +52,7 @@ from xrank.storage.folder_stage import encode_journal, parse_journal
 from xrank.storage.manifest import (
     ManifestFile,
     ManifestSource,
+    ManifestTensor,
     manifest_content,
     read_manifest,
     tensor_line,
@@ -259,11 +260,12 @@ def _headers() -> list[bytes]:
 
 
 def _manifest() -> str:
+    tensor = ManifestTensor("F32", (2, 3), "model.safetensors", "xxh3:" + "1" * 32, (), 1)
     source = ("rank_0_state.pth", 0, 64, 24)
     return manifest_content(
         ManifestSource("workspace", 2, "run", 3),
         [ManifestFile("model.safetensors", 120, "xxh3:" + "0" * 32)],
-        [("a", tensor_line("F32", (2, 3), "model.safetensors", "xxh3:" + "1" * 32, [source], 1))],
+        [("a", tensor_line(tensor, [source]))],
         companions=[ManifestFile("config.json", 2, "xxh128:" + "2" * 32)],
         tied={"b": "a"},
         cast={"a": "BF16"},

@@ -15,6 +15,7 @@ from xrank.storage.manifest import (
     DIGEST_ALGORITHM,
     ManifestFile,
     ManifestSource,
+    ManifestTensor,
     manifest_content,
     read_manifest,
     tensor_line,
@@ -25,13 +26,17 @@ pytestmark = pytest.mark.quick
 DIGEST = "0123456789abcdef" * 2
 
 
+def line_of(dtype: str, shape: tuple[int, ...], sources: list[tuple[str, int, int, int]], replicas: int = 0) -> str:
+    return tensor_line(ManifestTensor(dtype, shape, "model.safetensors", DIGEST, (), replicas), sources)
+
+
 def text() -> str:
     return manifest_content(
         ManifestSource("dcp", 2, None, 7),
         [ManifestFile("model.safetensors", 8, DIGEST)],
         [
-            ("a", tensor_line("BF16", (2, 1), "model.safetensors", DIGEST, [("__0_0.distcp", 0, 64, 4)], replicas=1)),
-            ("b\n", tensor_line("F32", (), "model.safetensors", DIGEST, [], 0)),
+            ("a", line_of("BF16", (2, 1), [("__0_0.distcp", 0, 64, 4)], replicas=1)),
+            ("b\n", line_of("F32", (), [])),
         ],
         companions=[ManifestFile("config.json", 2, DIGEST)],
         tied={"c": "a"},
@@ -52,7 +57,7 @@ def test_a_tensors_line_is_what_json_writes():
     """Names in any letters, and numbers of any size, in the order of the keys."""
     sources = [('a "b"\\é\n.pth', 0, 64, 2**40), ("rank_1_state.pth", 1, 0, 0)]
     for shape in ((), (3,), (2, 0, 2**33)):
-        line = tensor_line("F8_E4M3", shape, "model\u2028.safetensors", DIGEST, sources, 2)
+        line = tensor_line(ManifestTensor("F8_E4M3", shape, "model\u2028.safetensors", DIGEST, (), 2), sources)
         rows = [{"file": file, "rank": rank, "offset": at, "nbytes": nbytes} for file, rank, at, nbytes in sources]
         value = {"dtype": "F8_E4M3", "shape": shape, "file": "model\u2028.safetensors", "digest": DIGEST}
         assert line == json.dumps({**value, "sources": rows, "replicas": 2}, sort_keys=True)

@@ -33,6 +33,7 @@ from xrank.storage.manifest import (
     MANIFEST_NAME,
     ManifestFile,
     ManifestSource,
+    ManifestTensor,
     manifest_content,
     tensor_line,
 )
@@ -173,12 +174,7 @@ def _tensor_line(plan: Plan, names: Sequence[str], tensor: TensorPlan, digests: 
             ranks.setdefault(record, rank)
     once = int_array(ranks)
     files, offsets, sizes = (column[once].tolist() for column in (table.file, table.offset, table.nbytes))
-    output = tensor.output
-    return tensor_line(
-        output.dtype,
-        output.shape,
-        digests.name,
-        digest_text(digests.tensors[output.name]),
-        zip([names[file] for file in files], ranks.values(), offsets, sizes, strict=True),
-        sum(map(len, tensor.compared)),
-    )
+    output, replicas = tensor.output, sum(map(len, tensor.compared))
+    digest = digest_text(digests.tensors[output.name])
+    line = ManifestTensor(output.dtype, output.shape, digests.name, digest, (), replicas)
+    return tensor_line(line, zip([names[file] for file in files], ranks.values(), offsets, sizes, strict=True))

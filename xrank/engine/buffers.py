@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -12,7 +11,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -127,9 +126,10 @@ class FileSource:
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
-        file = self._record_files[record]
-        path, offset = self._files[file].path, self._record_offsets[record] + start
-        fd = self._take(file)
+        self._read(self._record_files[record], self._record_offsets[record] + start, into)
+
+    def _read(self, file: int, offset: int, into: memoryview) -> None:
+        path, fd = self._files[file].path, self._take(file)
         try:
             while into:
                 try:
@@ -175,24 +175,15 @@ class FileSource:
                 limit = offset[first] + len(staging) - longest
                 run = slice(first, first + int(np.searchsorted(offset[first:last], limit, "right")))
                 data = staging[: int(ends[run].max() - offset[first])]
-                if self._read_whole(int(file[first]), int(offset[first]), data):
+                # An error comes again, and names the record, when these are read one by one.
+                with suppress(XrankError):
+                    self._read(int(file[first]), int(offset[first]), data)
                     columns = (place[run], stops[run], offset[run] - offset[first], ends[run] - offset[first])
                     for low, high, a, b in zip(*(column.tolist() for column in columns), strict=True):
                         window[low:high] = data[a:b]
                     is_left[order[run]] = False
                 first = run.stop
         return Stretches(*(column[is_left] for column in stretches))
-
-    def _read_whole(self, file: int, offset: int, into: memoryview) -> bool:
-        """Fill memory with a file's bytes; return False if that fails, in which case record by record tells why."""
-        fd = self._take(file)
-        try:
-            with contextlib.suppress(OSError):
-                while into and (n := system.read_at(fd, into, offset)):
-                    into, offset = into[n:], offset + n
-        finally:
-            self._leave(file)
-        return not into
 
     @contextmanager
     def place(self, record: int) -> Iterator[tuple[int, int, int]]:
@@ -329,7 +320,7 @@ def take_memory(nbytes: int, what: str) -> memoryview:
         ) from error
 
 
-with contextlib.suppress(ImportError):  # Windows has no such module, and no request
+with suppress(ImportError):  # Windows has no such module, and no request
     import fcntl
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)

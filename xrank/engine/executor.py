@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Literal, cast
 from weakref import WeakValueDictionary
 
-import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -24,7 +23,6 @@ from xrank.engine.buffers import (
     SharedExtents,
     SharedRun,
     Source,
-    Stretches,
     Target,
     read_stretches,
     take_memory,
@@ -59,7 +57,6 @@ from xrank.engine.windows import (
     read_rest,
 )
 from xrank.errors import UsageError, option
-from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest
 from xrank.layout.output_files import PlacedBytes
 
@@ -231,7 +228,8 @@ class Worker:
         self._window[: len(header)] = header
         done = len(header)
         portions = list(file.portions(windows))
-        runs, filled = self._fill_many(file, portions, job.early) if file.has_many(portions) else ([], set[int]())
+        filled = set[int]() if job.early or not file.has_many(portions) else self._fill_many(file, portions)
+        runs: list[SharedRun] = []
         for portion in portions:
             plan = file.plan.tensors[portion.tensor]
             part = self._window[portion.start : portion.stop]
@@ -264,50 +262,32 @@ class Worker:
                 self._shared.target.write(file.index, first + start, self._window[start:stop])
         self._shared.job_done(job, nbytes, self._staging)
 
-    def _fill_many(
-        self, file: FileWindows, portions: Sequence[Portion], early: Sequence[Read]
-    ) -> tuple[list[SharedRun], set[int]]:
-        """Fill parts of straight tensors by tables of their copies; return unchanged runs of bytes, and the tensors.
+    def _fill_many(self, file: FileWindows, portions: Sequence[Portion]) -> set[int]:
+        """Fill parts of straight tensors by tables of their copies, and return these tensors.
 
         A part that is long as it is stored remains for `_fill`, and so does one with an element that cannot be cast.
         """
-        runs: list[SharedRun] = []
-        there = np.array([read.place for read in early if read.place is not None], np.int64)
         straight = {portion.tensor: portion for portion in portions if file.is_straight(portion.tensor)}
         plans = file.plan.tensors
-        is_cast = {tensor: plans[tensor].source_dtype != plans[tensor].output.dtype for tensor in straight}
-        for stretches in file.stretches(portion for portion in straight.values() if not is_cast[portion.tensor]):
-            self._read_stretches(stretches, self._window, self._staging, there)
-            for row in np.flatnonzero(stretches.nbytes >= SMALLEST_SHARED_NBYTES).tolist():
-                record, start, place, nbytes = (int(column[row]) for column in stretches)
-                runs.append(SharedRun(place, nbytes, record, start))
+        filled = {number for number in straight if plans[number].source_dtype == plans[number].output.dtype}
+        for _, stretches in file.stretches(portion for number, portion in straight.items() if number in filled):
+            read_stretches(self._shared.source, stretches, self._window, self._staging)
+            self._shared.checksums.add_all(stretches, self._window)
         # One half of the buffer has what is read together, the other the elements as they are stored.
         half = len(self._staging) // 2
         staging, stored = self._staging[:half], self._staging[half:]
-        to_cast = (portion for portion in straight.values() if is_cast[portion.tensor])
-        filled = {tensor for tensor in straight if not is_cast[tensor]}
-        for batch in file.stored_batches(to_cast, half):
-            for stretches in file.stretches(batch):
-                self._read_stretches(stretches, stored, staging)
-            for tensor, low, high, start, stop in batch:
-                plan, part = plans[tensor], self._window[straight[tensor].start : straight[tensor].stop]
+        to_cast = [portion for number, portion in straight.items() if number not in filled]
+        for group, stretches in file.stretches(to_cast, half):
+            read_stretches(self._shared.source, stretches, stored, staging)
+            self._shared.checksums.add_all(stretches, stored)
+            for number, low, high, start, stop in group:
+                plan, part = plans[number], self._window[straight[number].start : straight[number].stop]
                 # `_fill` meets the element again, and knows the rank that holds it.
                 with suppress(CastOverflowError):
                     loops = ((high - low, 1, 1),)
                     copy_cast(stored[start:stop], plan.source_dtype, part, plan.output.dtype, 0, loops)
-                    filled.add(tensor)
-        return runs, filled
-
-    def _read_stretches(
-        self, stretches: Stretches, memory: memoryview, staging: memoryview, there: IntArray | None = None
-    ) -> None:
-        """Read stretches to their places, but those that are `there` already, and add all to the checksums."""
-        left = stretches
-        if there is not None and len(there):
-            is_left = ~np.isin(stretches.place, there)
-            left = Stretches(*(column[is_left] for column in stretches))
-        read_stretches(self._shared.source, left, memory, staging)
-        self._shared.checksums.add_all(stretches, memory)
+                    filled.add(number)
+        return filled
 
     def _clear(self, start: int, stop: int) -> None:
         """Zero bytes of an earlier window that this one does not fill."""

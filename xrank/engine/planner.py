@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct, field
@@ -159,18 +159,14 @@ def make_plan(
     """
     shards = {shard.name: shard for shard in source.shards}
     whole: dict[str, tuple[Copies, Copies, dict[int, str]]] = {}
-    # By the ids of tables that the source keeps: readers give tensors alike the same ones.
-    alike: dict[tuple[int, int, tuple[int, ...]], tuple[Copies, Copies, CoverageFault | None]] = {}
+    alike: _Alike = {}
 
     def plan_tensor(output: OutputTensor) -> TensorPlan:
         shard = shards[output.name]
         ties = [shards[name] for name in (tied or {}).get(output.name, ())]
         _check_types(shard, output)
         if output.name not in whole:
-            kind = id(shard.rank), id(shard.nests), shard.shape
-            if kind not in alike:
-                alike[kind] = _divide_rows(shard)
-            copies, replicas = _take_records(shard, source, *alike[kind])
+            copies, replicas = divide_replicas(shard, source, alike)
             others: dict[int, str] = {}
             for other in ties:
                 replicas = _join_copies(replicas, _collect_tied_copies(shard, other, source))
@@ -224,26 +220,23 @@ def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None
         )
 
 
-def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
+_Alike: TypeAlias = dict[tuple[int, int, tuple[int, ...]], tuple[Copies, Copies, CoverageFault | None]]
+"""Copies, replicas and fault of tensors with the same tables, by these tables' ids; a row stands for its record."""
+
+
+def divide_replicas(shard: StoredShard, source: StoredModel, alike: _Alike | None = None) -> tuple[Copies, Copies]:
     """Return the pieces that make a tensor, proven to cover it exactly once, and the pieces that repeat them.
 
-    If several ranks hold a piece for the same place, the lowest rank's is copied. Errors as `make_plan`.
+    If several ranks hold a piece for the same place, the lowest rank's is copied. `alike` keeps what further tensors of
+    the source have in common with this one. Errors as `make_plan`.
     """
-    return _take_records(shard, source, *_divide_rows(shard))
-
-
-def _divide_rows(shard: StoredShard) -> tuple[Copies, Copies, CoverageFault | None]:
-    """Return the pieces that make a tensor, those that repeat them, and the fault; rows stand for their records."""
-    first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), math.prod(shard.shape))
-    every = Copies(shard.rank, np.arange(len(shard.rank)), shard.nests)
-    return every.take(first), every.take(others), fault
-
-
-def _take_records(
-    shard: StoredShard, source: StoredModel, first: Copies, others: Copies, fault: CoverageFault | None
-) -> tuple[Copies, Copies]:
-    """Return the copies and replicas of a tensor from those of tensors alike, with which it shares all else."""
-    copies, replicas = (Copies(rows.rank, shard.record[rows.record], rows.nests) for rows in (first, others))
+    alike, kind = {} if alike is None else alike, (id(shard.rank), id(shard.nests), shard.shape)
+    if kind not in alike:
+        first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), math.prod(shard.shape))
+        every = Copies(shard.rank, np.arange(len(shard.rank)), shard.nests)
+        alike[kind] = every.take(first), every.take(others), fault
+    first_rows, other_rows, fault = alike[kind]
+    copies, replicas = (Copies(one.rank, shard.record[one.record], one.nests) for one in (first_rows, other_rows))
     if fault is not None:
         raise coverage_error(shard, copies, fault, math.prod(shard.shape), source)
     return copies, replicas

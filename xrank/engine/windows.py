@@ -153,10 +153,10 @@ class RecordChecksums:
         for row in np.flatnonzero(~is_right).tolist():
             self.join(int(record[row]), int(start[row]), int(start[row] + nbytes[row]), crcs[row])
 
-    def missing(self, records: Iterable[int]) -> list[tuple[int, int, int]]:
+    def missing(self, records: Sequence[int] | IntArray) -> list[tuple[int, int, int]]:
         """Return (record, start, end) of all bytes of these records that were not added yet; open records excluded."""
         with self._lock:
-            asked = np.fromiter(records, np.int64) if not isinstance(records, np.ndarray) else records
+            asked = np.asarray(records, np.int64)
             waits = (self._records.crc32[asked] != NO_CHECKSUM) & ~self._is_checked[asked]
             if self._left_open is not None:
                 waits &= ~self._left_open[asked]
@@ -173,7 +173,9 @@ class RecordChecksums:
         return [(record, *part) for record, parts in known for part in parts.parts]
 
 
-def read_rest(checksums: RecordChecksums, source: Source, records: Iterable[int], staging: memoryview) -> None:
+def read_rest(
+    checksums: RecordChecksums, source: Source, records: Sequence[int] | IntArray, staging: memoryview
+) -> None:
     """Read the bytes of these records that no window needed (padding, left-out parts), for their checksums."""
     for record, start, stop in checksums.missing(records):
         for position in range(start, stop, len(staging)):
@@ -206,6 +208,9 @@ class TensorDigest:
 
     def add(self, start: int, data: memoryview) -> None:
         """Add the tensor's bytes [start, start + len(data))."""
+        if len(data) == self._nbytes <= BLOCK_NBYTES:  # no other thread has a part of it
+            self._finish(0, xxhash.xxh3_128_digest(data))
+            return
         stop = start + len(data)
         first = -(-start // BLOCK_NBYTES)  # first block that begins in data
         last = self._num_blocks if stop == self._nbytes else stop // BLOCK_NBYTES  # one past the last that ends in it
@@ -321,15 +326,13 @@ class JoinedFile:
 
     def __init__(self, output: OutputFile, index: int) -> None:
         self.output, self.index = output, index
-        self._digests: dict[int, TensorDigest] = {}
-        self._blocks: dict[int, bytes] = {}
-        """Digests of the only blocks of tensors that came whole."""
+        self.digests = [TensorDigest(tensor.nbytes) for tensor in output.tensors]
         self._crcs = [JoinedCrc32(tensor.nbytes) for tensor in output.tensors] if output.ending else []
 
     def join(self, part: FilePart) -> None:
         """Add a part."""
         for tensor, digest in part.digests:
-            self.digest_of(tensor).join(digest)
+            self.digests[tensor].join(digest)
         for tensor, start, end, crc in part.crcs:
             self._crcs[tensor].add(start, end, crc)
 
@@ -340,17 +343,8 @@ class JoinedFile:
             values = [crc.value for crc in self._crcs]
             assert None not in values, "bytes of a tensor were never read for its CRC"
             ending = self.output.ending([value for value in values if value is not None])
-        digests = [
-            xxhash.xxh3_128_digest(self._blocks[tensor]) if tensor in self._blocks else self.digest_of(tensor).digest()
-            for tensor in range(len(self.output.tensors))
-        ]
+        digests = [digest.digest() for digest in self.digests]
         return make_finished_file(self.output, self.index, digests, ending), ending
-
-    def digest_of(self, tensor: int) -> TensorDigest:
-        """Return the digest of a tensor that comes in parts."""
-        found = self._digests.get(tensor)
-        # Of two threads that come first the same one's is kept.
-        return found or self._digests.setdefault(tensor, TensorDigest(self.output.tensors[tensor].nbytes))
 
 
 WINDOW_NBYTES = 1 << 20
@@ -500,25 +494,6 @@ class FileWindows(JoinedFile):
         is_plain = plan.update is None and not plan.changed and not plan.output.is_padded
         return is_plain and self._find_dense(plan.copies.nests) is not None
 
-    def stored_batches(self, portions: Iterable[Portion], room: int) -> Iterator[list[Portion]]:
-        """Yield portions with places for their elements as they are stored, one after another in so many bytes.
-
-        Portions that are longer are left out.
-        """
-        batch: list[Portion] = []
-        end = 0
-        for portion in portions:
-            nbytes = (portion.high - portion.low) * dtypes.dtype(self.plan.tensors[portion.tensor].source_dtype).nbytes
-            if nbytes > room:
-                continue
-            if end + nbytes > room:
-                yield batch
-                batch, end = [], 0
-            batch.append(portion._replace(start=end, stop=end + nbytes))
-            end += nbytes
-        if batch:
-            yield batch
-
     def _find_dense(self, nests: NestTable) -> IntArray | None:
         """Return the (x, y, number of elements) of nests that are all runs; None if some are not."""
         # By its id: the plan keeps the table, which tensors alike share.
@@ -530,37 +505,43 @@ class FileWindows(JoinedFile):
 
     def has_many(self, portions: Iterable[Portion]) -> bool:
         """Return whether a run of windows has so many copies, by a guess, that they are better taken as a table."""
-        count = 0
-        for tensor, _, _, start, stop in portions:
-            # Half a tensor has about half of its copies.
-            count += len(self.plan.tensors[tensor].copies.record) * (stop - start) // self._sizes[tensor]
-            if count >= _MANY_COPIES:
-                return True
-        return False
+        # Half a tensor has about half of its copies.
+        plans, sizes = self.plan.tensors, self._sizes
+        return sum(len(plans[i].copies.record) * (b - a) // sizes[i] for i, _, _, a, b in portions) >= _MANY_COPIES
 
-    def stretches(self, portions: Iterable[Portion]) -> Iterator[Stretches]:
-        """Yield the copies of parts of straight tensors as they are stored, in tables of a bounded size."""
+    def stretches(self, portions: Iterable[Portion], room: int = 0) -> Iterator[tuple[Sequence[Portion], Stretches]]:
+        """Yield portions of straight tensors in groups of a bounded number of copies, each with the table of these.
+
+        With a room, they are placed in so many bytes one after another, as they are stored; longer ones are left out.
+        """
+        group: list[Portion] = []
         found: list[tuple[IntArray, IntArray]] = []
         places: list[tuple[int, int, int, int, int]] = []
-        count = 0
+        count = end = 0
         for portion in portions:
             plan = self.plan.tensors[portion.tensor]
-            dense, record = self._find_dense(plan.copies.nests), plan.copies.record
-            assert dense is not None
             width = dtypes.dtype(plan.source_dtype).nbytes
-            if portion.stop - portion.start < width * plan.output.num_elements:
+            nbytes = (portion.high - portion.low) * width
+            if group and (count >= _MOST_STRETCHES or 0 < room < end + nbytes):
+                yield group, _join_stretches(found, places)
+                group, found, places, count, end = [], [], [], 0, 0
+            if room:
+                if nbytes > room:
+                    continue
+                portion = portion._replace(start=end, stop=end + nbytes)
+                end += nbytes
+            dense, record = self._find_dense(plan.copies.nests), plan.copies.record
+            assert dense is not None, "the copies of a straight tensor are runs"
+            if nbytes < width * plan.output.num_elements:
                 # Sorted by y, which the copies cover.
-                first, last = np.searchsorted(dense[1], (portion.low, portion.high), "right")
-                last = np.searchsorted(dense[1], portion.high)
+                first, last = np.searchsorted(dense[1], (portion.low + 1, portion.high))
                 dense, record = dense[:, first - 1 : last], record[first - 1 : last]
+            group.append(portion)
             found.append((record, dense))
             places.append((len(record), width, portion.start - portion.low * width, portion.start, portion.stop))
             count += len(record)
-            if count >= _MOST_STRETCHES:
-                yield _join_stretches(found, places)
-                found, places, count = [], [], 0
-        if found:
-            yield _join_stretches(found, places)
+        if group:
+            yield group, _join_stretches(found, places)
 
     def fragments(self, windows: range) -> Iterator[tuple[int, bytes]]:
         """Yield (first byte in the run, bytes) of the fragments between tensors."""
@@ -575,10 +556,7 @@ class FileWindows(JoinedFile):
 
     def add(self, tensor: int, start: int, data: memoryview) -> PlacedBytes | None:
         """Add a tensor's finished bytes; return the bytes that depend on its CRC alone, once that is complete."""
-        if len(data) == self._sizes[tensor] <= BLOCK_NBYTES:
-            self._blocks[tensor] = xxhash.xxh3_128_digest(data)
-        else:
-            self.digest_of(tensor).add(start, data)
+        self.digests[tensor].add(start, data)
         if self._crcs:
             # Outside the lock: the bytes take the time, joining does not.
             crc = isal_zlib.crc32(data)
@@ -592,10 +570,10 @@ class FileWindows(JoinedFile):
 
     def part(self) -> FilePart:
         """Return the digests and CRCs of the share's windows, which must all be done."""
-        known = [(tensor, DigestPart(((0, block),), ())) for tensor, block in self._blocks.items()]
-        known += [(tensor, digest.part()) for tensor, digest in self._digests.items()]
-        crcs = ((tensor, *part) for tensor, crc in enumerate(self._crcs) for part in crc.parts)
-        return FilePart(self.index, tuple(sorted(known)), tuple(part for part in crcs if part[1] < part[2]))
+        digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
+        known = tuple((tensor, part) for tensor, part in digests if part.blocks or part.edges)
+        crcs = ((tensor, part) for tensor, crc in enumerate(self._crcs) for part in crc.parts)
+        return FilePart(self.index, known, tuple((tensor, *part) for tensor, part in crcs if part[0] < part[1]))
 
     def prepare(self, tensor: int) -> PreparedTensor:
         """Return a tensor's copies, ready for cutting; the last few are cached, as windows come in order."""

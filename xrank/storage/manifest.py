@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from io import BytesIO
 from typing import Annotated, Any, Literal
@@ -110,24 +110,14 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     plan: str = ""
 
 
-def tensor_line(
-    dtype: str,
-    shape: Sequence[int],
-    file: str,
-    digest: str,
-    sources: Iterable[tuple[str, int, int, int]],
-    replicas: int,
-) -> str:
-    """Return a tensor's value in a manifest, a `ManifestTensor`; `sources` has (file, rank, offset, bytes)."""
-    # As `_line` would write it, of which each of a million sources would take ten times as long.
-    parts = ", ".join(
-        [
-            f'{{"file": {_quote(name)}, "nbytes": {nbytes}, "offset": {offset}, "rank": {rank}}}'
-            for name, rank, offset, nbytes in sources
-        ]
-    )
-    start = f'{{"digest": {_line(digest)}, "dtype": {_quote(dtype)}, "file": {_quote(file)}, "replicas": {replicas}'
-    return f'{start}, "shape": {list(shape)}, "sources": [{parts}]}}'
+def tensor_line(tensor: ManifestTensor, sources: Iterable[tuple[str, int, int, int]]) -> str:
+    """Return a tensor's value in a manifest, with the sources (file, rank, offset, bytes) in the place of its own."""
+    # By `_line`, each of a million sources would take ten times as long.
+    parts = [
+        f'{{"file": {_quote(name)}, "nbytes": {nbytes}, "offset": {offset}, "rank": {rank}}}'
+        for name, rank, offset, nbytes in sources
+    ]
+    return f"{_line(tensor).removesuffix(']}')}{', '.join(parts)}]}}"  # its last key is "sources"
 
 
 def manifest_content(
