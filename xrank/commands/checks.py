@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.engine.executor import Budget, Outcome
 from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read_through
-from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.rounds import Outputs, Work, make_in_rounds
@@ -20,17 +19,16 @@ from xrank.engine.sources import open_source
 from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
-from xrank.layout import LayoutMap
 from xrank.layout.output_files import OutputTensor
 from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
-from xrank.recipes.config_proof import check_against, check_source, describe_skipped_check, prove_config
-from xrank.recipes.decision import Purpose, Request, decide
-from xrank.recipes.found_source import BaseModel
-from xrank.recipes.sources import read_source
 from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.places import digest_plain_file
+
+if TYPE_CHECKING:
+    from xrank.layout import LayoutMap
+    from xrank.recipes.found_source import BaseModel
 
 COPY_AGAIN = "gather the model again, or copy the file again from a good copy"
 
@@ -105,6 +103,8 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
         proof = ProofFacts(manifest=os.path.join(path, MANIFEST_NAME), num_digests=len(manifest["tensors"]))
         notes = []
         if base is not None:
+            from xrank.recipes.config_proof import check_against, describe_skipped_check  # others need no recipes
+
             # The base model's names and shapes precede a transform.
             made = manifest.get("transformed", {})
             own = [o for o in checked if o.name not in made and manifest["tensors"][o.name]["file"] not in apart]
@@ -176,6 +176,11 @@ def plan_proof(
     path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None, world_size: int | None = None
 ) -> Check:
     """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
+    from xrank.engine.hf_folder import lay_out  # a model with a manifest needs none of these
+    from xrank.recipes.config_proof import check_source, describe_skipped_check, prove_config
+    from xrank.recipes.decision import Purpose, Request, decide
+    from xrank.recipes.sources import read_source
+
     found = read_source(path, base=base, layouts=layouts, part=part, world_size=world_size)
     try:
         model = decide(found, Request(Purpose.PROOF), base).source

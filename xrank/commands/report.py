@@ -29,14 +29,13 @@ from xrank.engine.sources import count_requests, holds_objects
 from xrank.engine.windows import WINDOW_NBYTES, digest_text
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
-from xrank.recipes.adapters import describe_merges
-from xrank.recipes.decision import FolderPlan
 from xrank.storage.client import StoreTraffic, take_traffic, traffic
 from xrank.storage.url import is_url
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
     from xrank.engine.file_writing import WrittenFiles
+    from xrank.recipes.decision import FolderPlan
     from xrank.recipes.reshard_plan import Reshard
 
 
@@ -61,6 +60,8 @@ class WrittenOutput(Struct, frozen=True):
 
 def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     """Return the facts of a model folder before it is written."""
+    from xrank.recipes.adapters import describe_merges  # reports of other commands need no recipes
+
     selection, merged, transforms = planned.selection, describe_merges(planned.plan), planned.transforms
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
     transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank.commands.checks import Check, plan_manifest_check, plan_proof, run_check
 from xrank.commands.report import count_outputs, counts_requests
@@ -21,16 +21,16 @@ from xrank.errors import (
     names_own_arguments,
     option,
 )
-from xrank.layout import LayoutMap
 from xrank.ranks.team import find_launched_team
-from xrank.readers.workspace import WorkspaceReader
-from xrank.recipes.decision import digest_of_plan, read_layouts
 from xrank.recipes.options import default_workers, parse_size
-from xrank.recipes.sources import open_base_model
 from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME
+from xrank.storage.places import rank_of
 from xrank.storage.url import is_url
 from xrank.words import list_text
+
+if TYPE_CHECKING:
+    from xrank.layout import LayoutMap
 
 
 @names_own_arguments
@@ -114,8 +114,16 @@ def verify_model(
                 want=f"{option('public_key')}, and no other comparison",
                 next_step=f"give {option('public_key', metavar='KEY')} alone with it",
             )
-    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    base = open_base_model(base_model) if base_model is not None else None
+    given = base = None
+    if layouts is not None:
+        from xrank.layout import LayoutMap  # most calls need neither these modules nor recipes
+        from xrank.recipes.decision import read_layouts
+
+        given = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    if base_model is not None:
+        from xrank.recipes.sources import open_base_model
+
+        base = open_base_model(base_model)
     text = places.enter(path)
 
     choices: dict[str, Any] = {"layouts": given, "part": part, "world_size": world_size}
@@ -123,7 +131,8 @@ def verify_model(
     def plan() -> Check:
         if against is None:
             # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
-            if not places.exists(os.path.join(text, MANIFEST_NAME)) or WorkspaceReader().recognise(text) is None:
+            is_model = places.exists(os.path.join(text, MANIFEST_NAME))
+            if not is_model or any(rank_of(name) is not None for name in places.list_names(text)):
                 return plan_proof(text, base, **choices)
             surplus = next((name for name, value in choices.items() if value is not None), None)
             if surplus is not None:
@@ -144,7 +153,14 @@ def verify_model(
         paths = [places.absolute(os.fspath(one)) for one in (text, against or "")]
         team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
         with team.together():
-            check, _ = team.agree("the plan", plan, lambda check: digest_of_plan(check.plan, *paths), team.check_plans)
+            if team.size == 1:
+                check = plan()
+            else:
+                from xrank.recipes.decision import digest_of_plan
+
+                check, _ = team.agree(
+                    "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), team.check_plans
+                )
             verdict = run_check(check, budget, progress, team)
         if verdict is None:
             return {}
