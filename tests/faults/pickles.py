@@ -23,7 +23,7 @@ from xrank.formats.dcp_metadata import read_metadata
 from xrank.formats.pickles import read_pickle
 from xrank.formats.rank_state import read_saved_state
 from xrank.formats.torch_archive import read_archive
-from xrank.readers.fsdp.rank_files import read_rank_file
+from xrank.readers.fsdp.rank_files import RankFileReader
 from xrank.storage.regular_file import Origin
 
 __all__ = ["fuzz_pickles"]
@@ -125,7 +125,7 @@ def _reader(
     reads: dict[str, Callable[[bytes], object]] = {
         "archive": lambda content: read_archive(str(path)),
         "state": lambda content: read_saved_state(str(path), 0),
-        "rank file": lambda content: read_rank_file(str(path), 0, is_nested=len(content) % 2 == 1),
+        "rank file": lambda content: RankFileReader(is_nested=len(content) % 2 == 1).read(str(path), 0),
         "metadata": lambda content: read_metadata(str(path)),
         "pickle": lambda content: read_pickle(content, Origin("input")),
     }
