@@ -107,7 +107,9 @@ def make(folder: str, model: str, num_ranks: int, num_layers: int) -> None:
     for rank, plan in enumerate(plans):
         name, at = f"__{rank}_0.distcp", 0
         with open(os.path.join(folder, name), "wb", buffering=0) as file:
-            for item in plan.items:
+            # Texts of its own, as they come out of the pickle of results that the rank sent.
+            indexes = pickle.loads(pickle.dumps([item.index for item in plan.items]))
+            for item, index in zip(plan.items, indexes, strict=True):
                 kind = (item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
                 if kind not in archives:
                     archives[kind] = _Parts()
@@ -116,7 +118,7 @@ def make(folder: str, model: str, num_ranks: int, num_layers: int) -> None:
                 archive = archives[kind]
                 for offset, content in archive.parts:
                     os.pwrite(file.fileno(), content, at + offset)
-                places[item.index] = _StorageInfo(name, at, archive.nbytes)
+                places[index] = _StorageInfo(name, at, archive.nbytes)
                 at += archive.nbytes
     fqns = {name: (name,) for name in metadata.state_dict_metadata}
     storage = StorageMeta(checkpoint_id=folder, save_id="0" * 8)
