@@ -101,6 +101,12 @@ def test_an_answer_that_a_signal_broke_off_is_not_taken_for_the_next_ones(monkey
     assert store.peek("b") == "2" and store.peek("c") is None
 
 
+def test_a_value_that_is_removed_between_two_questions_is_empty(monkeypatch):
+    for store in (GroupStore(connection_to(tcp_server())), own_store()):
+        monkeypatch.setattr(store._store, "check", lambda names: True)
+        assert store.peek("removed") == ""
+
+
 def test_what_is_no_rank_is_hung_up_on_and_the_ranks_are_served_on():
     port = free_port()
     store = own_store(port)

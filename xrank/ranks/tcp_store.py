@@ -46,7 +46,7 @@ class TcpStore:
         self._ask(bytes([_SET]) + _framed(name) + _framed(value))
 
     def get(self, name: str) -> bytes:
-        """Return a value, which must be there: the server has no answer otherwise."""
+        """Return a value; nothing for one that another rank has removed meanwhile."""
         return self._ask(bytes([_GET]) + _framed(name), _LENGTH.size, is_framed=True)
 
     def check(self, names: Sequence[str]) -> bool:
@@ -204,7 +204,7 @@ def _answer(values: dict[bytes, bytes]) -> _Steps:
             name = yield from _take()
             values[name] = yield from _take()
         elif kind == _GET:
-            value = values[(yield from _take())]
+            value = values.get((yield from _take()), b"")
             yield _LENGTH.pack(len(value)) + value
         elif kind == _ADD:
             name = yield from _take()
