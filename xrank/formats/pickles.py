@@ -454,7 +454,7 @@ RUN = 0
 
 _NAME_NBYTES = 600
 """Memory of the record of a class or function, and of its names."""
-_BLOCK_NBYTES = 1 << 20
+_BLOCK_NBYTES = 1 << 18
 _MARK, _MARK_TAKERS = ord("("), list(b"teu1\x90\x91")
 _FRAME, _MEMOIZE, _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET, _GLOBAL, _STACK_GLOBAL = b"\x95\x94qrhjc\x93"
 _COUNTED = {**dict.fromkeys(b"\x8a\x8cC", 1), **dict.fromkeys(b"\x8bXB", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
@@ -497,6 +497,17 @@ _ACTIONS: Mapping[int, bytes] = {
     ord("Q"): b"Q",
 }
 """Opcode that calls something or fills an object -> opcodes that hand its operands to `persistent_load`, as a tuple."""
+
+
+def _mask_opcodes(opcodes: Iterable[int]) -> npt.NDArray[np.bool_]:
+    """Return which of all opcodes these are: a table, because np.isin imports numpy.ma, which takes longer."""
+    found = np.zeros(256, np.bool_)
+    found[list(opcodes)] = True
+    return found
+
+
+_TAKES_MARK, _IS_PUT = _mask_opcodes(_MARK_TAKERS), _mask_opcodes((_MEMOIZE, _BINPUT, _LONG_BINPUT))
+_IS_ACTION = _mask_opcodes((RUN, *_ACTIONS))
 
 _Places: TypeAlias = npt.NDArray[np.int64]
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -557,7 +568,7 @@ class PickleScan:
             made_nbytes += int(counts @ costs)
             if made_nbytes > max_made_nbytes:
                 raise refuse_size(origin, max_made_nbytes, start, len(data))
-            open_marks = num_marks + np.cumsum((opcodes == _MARK).astype(np.int64) - np.isin(opcodes, _MARK_TAKERS))
+            open_marks = num_marks + np.cumsum((opcodes == _MARK).astype(np.int64) - _TAKES_MARK[opcodes])
             num_marks = int(open_marks[-1])
             ordinals = self._number_puts(block, opcodes)
             for opcode, nbytes in ((_BINPUT, 1), (_LONG_BINPUT, 4)):
@@ -599,7 +610,7 @@ class PickleScan:
 
     def _number_puts(self, block: _Block, opcodes: _Bytes) -> _Places:
         """Return for each opcode of a block the number of values that the memo has after it, less one."""
-        counts = np.isin(opcodes, (_MEMOIZE, _BINPUT, _LONG_BINPUT)).astype(np.int64)
+        counts = _IS_PUT[opcodes].astype(np.int64)
         is_run = np.flatnonzero(opcodes == RUN)
         runs = self.runs[block[4] : block[4] + len(is_run)]
         counts[is_run] = [run.num_memos for run in runs]
@@ -654,7 +665,7 @@ class PickleScan:
         for at, code in codes:
             for k, byte in enumerate(reversed(code), 1):
                 result[ends[at] - k] = byte
-        return result.tobytes(), opcodes[np.isin(opcodes, [RUN, *_ACTIONS])].tobytes()
+        return result.tobytes(), opcodes[_IS_ACTION[opcodes]].tobytes()
 
 
 def _damaged(origin: Origin, at: int, got: str) -> XrankError:

@@ -318,8 +318,9 @@ def read_saved_state(file: str, rank: int, *, families: MutableSequence[PickleFa
     archive = read_archive(file, rank=rank, families=families)
     state: Any = archive.value
     if archive.own is not None:  # the first state of the family was checked
-        config = fill_blanks(state[CONFIG], archive.own)
-        return SavedState(rank, archive, config, state[WEIGHT], record_of(archive, rank))
+        config, record = fill_blanks(state[CONFIG], archive.own), record_of(archive, rank)
+        # The texts of records would take much memory.
+        return SavedState(rank, replace(archive, own=()), config, state[WEIGHT], record)
     refuse_inert(state, file, rank)
     if not isinstance(state, dict) or not {CONFIG, WEIGHT} <= state.keys():
         raise state_error(file, rank, f"a {type(state).__name__}", f'a dict with "{CONFIG}" and "{WEIGHT}"')
