@@ -4,13 +4,12 @@ import collections
 import io
 import pickle
 import random
-from collections import deque
 
 import pytest
 import torch
 
 from xrank.errors import XrankError
-from xrank.formats.pickles import MAX_FAMILIES, Blank, InertRecord, fill_blanks, read_pickle
+from xrank.formats.pickles import Blank, InertRecord, fill_blanks, new_families, read_pickle
 from xrank.formats.torch_archive import read_archive
 from xrank.storage.regular_file import Origin
 
@@ -44,7 +43,7 @@ def read(data, families=None):
 
 @pytest.mark.parametrize("other", [{"rank": 1}, {"text": "another text"}, {"rank": 70_000, "text": ""}, {}], ids=str)
 def test_a_family_has_one_value(other):
-    families = deque(maxlen=MAX_FAMILIES)
+    families = new_families()
     # torch.save writes protocol 2, without frames, whose length would differ.
     first, *others = (pickle.dumps(state(**kwargs), 2) for kwargs in ({}, other, {**other, "text": "third"}))
     assert read(first, families) == read(first)
@@ -58,14 +57,14 @@ def test_a_family_has_one_value(other):
 
 
 def test_a_difference_in_a_key_makes_no_family():
-    families = deque(maxlen=MAX_FAMILIES)
+    families = new_families()
     for key in ("a", "b", "a", "b"):
         data = pickle.dumps({"same": 1, key: 2}, 2)
         assert read(data, families) == read(data) and read_pickle(data, ORIGIN).value == {"same": 1, key: 2}
 
 
 def test_pickles_that_differ_in_much_are_read_alone():
-    families = deque(maxlen=MAX_FAMILIES)
+    families = new_families()
     for rows in (4, 5, 4):
         data = pickle.dumps(state(rows=rows), 2)
         assert read(data, families) == read(data)
@@ -76,7 +75,7 @@ def test_mutated_pickles_give_what_they_give_alone(soak):
     draw = random.Random(7)
     whole = [pickle.dumps(state(rank, f"rank {rank}"), protocol) for protocol in (2, 4) for rank in (0, 1, 300)]
     for _ in range(20_000 if soak else 400):
-        families = deque(maxlen=MAX_FAMILIES)
+        families = new_families()
         first, data = (bytearray(draw.choice(whole)) for _ in range(2))
         for _ in range(draw.choice((0, 1, 1, 3))):
             at = draw.randrange(len(data))
@@ -93,7 +92,7 @@ def saved(tmp_path, name, value, **options):
 
 
 def test_archives_with_records_of_equal_sizes_share_tensors_and_keys(tmp_path):
-    families = deque(maxlen=MAX_FAMILIES)
+    families = new_families()
     names = [f"layers.{k}.weight" for k in range(20)]
     archives = [
         read_archive(
@@ -117,7 +116,7 @@ def test_archives_with_records_of_equal_sizes_share_tensors_and_keys(tmp_path):
     ids=["turned", "wider", "with steps", "with an offset", "of one dim"],
 )
 def test_a_tensor_of_another_form_is_its_own(tmp_path, other):
-    families = deque(maxlen=MAX_FAMILIES)
+    families = new_families()
     for name, tensor in (("a", torch.zeros(3, 5)), ("b", other), ("c", torch.zeros(3, 5)), ("d", other)):
         path = saved(tmp_path, name, {"weight": tensor, "more": [1, 2]})
         shared, alone = read_archive(path, families=families), read_archive(path)

@@ -12,7 +12,7 @@ import pickle
 import pickletools
 import re
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -188,13 +188,15 @@ class Blank(Struct, frozen=True):
 
 
 def fill_blanks(value: Any, own: Sequence[object]) -> Any:
-    """Return a copy of a small part of a family's value, with one pickle's own values in the places of blanks."""
+    """Return a copy of a family's value, or a part of it, with one pickle's own values in the places of blanks."""
+    if not own:
+        return value
     if isinstance(value, Blank):
         return own[value.number]
     if isinstance(value, (tuple, list)):
         return type(value)(fill_blanks(part, own) for part in value)
     if isinstance(value, dict):
-        return {key: fill_blanks(part, own) for key, part in value.items()}
+        return type(value)((key, fill_blanks(part, own)) for key, part in value.items())
     if isinstance(value, InertRecord):
         parts = (fill_blanks(part, own) for part in (value.args, value.kwargs, value.state, value.items))
         return InertRecord(value.module, value.name, *parts)
@@ -921,7 +923,7 @@ def read_pickle(
     builders: Mapping[tuple[str, str], Builder] = PLAIN_BUILDERS,
     load_global: Callable[[str, str], object] = InertRecord,
     load_persistent: Callable[[object], object] | None = None,
-    families: MutableSequence[PickleFamily] | None = None,
+    families: PickleFamilies | None = None,
     key: object = None,
 ) -> Pickled:
     """Read a pickle; its classes and calls are inert records. The other arguments are those of `PickleReader`.
@@ -951,7 +953,7 @@ def read_pickle(
 
 _LEAF_OPCODES = b"KMJX\x8c"  # BININT1, BININT2, BININT, BINUNICODE, SHORT_BINUNICODE
 _MAX_BLANKS = 16
-MAX_FAMILIES = 4
+_MAX_FAMILIES = 4
 """Families, as of the stages of a pipeline, with which the next pickle is compared."""
 
 
@@ -1011,6 +1013,14 @@ class PickleFamily:
                 return None
             at += len(part)
         return tuple(own) if self._parts and at == len(data) else None
+
+
+PickleFamilies: TypeAlias = MutableSequence[PickleFamily]
+
+
+def new_families() -> PickleFamilies:
+    """Return the families of no pickles yet."""
+    return deque(maxlen=_MAX_FAMILIES)
 
 
 class _TemplateReader(PickleReader):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Collection, Mapping, MutableSequence
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Annotated, Any, TypeAlias
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, CorruptError, UsageError
-from xrank.formats.pickles import PickleFamily, fill_blanks, refuse_inert
+from xrank.formats.pickles import PickleFamilies, fill_blanks, refuse_inert
 from xrank.formats.torch_archive import STORAGE_DTYPES, ArchivedTensor, TorchArchive, read_archive
 
 VERSION = 1
@@ -310,7 +310,7 @@ class SavedState(Struct, frozen=True):
         )
 
 
-def read_saved_state(file: str, rank: int, *, families: MutableSequence[PickleFamily] | None = None) -> SavedState:
+def read_saved_state(file: str, rank: int, *, families: PickleFamilies | None = None) -> SavedState:
     """Read the state of an expected rank, which `SavedState.check_rank` checks, without its tensors' bytes.
 
     States that are read with the same `families` share what they have alike.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import TypeAlias
@@ -30,7 +30,7 @@ from xrank.formats.pickles import (
     Blank,
     Builder,
     InertRecord,
-    PickleFamily,
+    PickleFamilies,
     read_pickle,
 )
 from xrank.storage.client import ObjectStatus
@@ -802,9 +802,7 @@ class TorchArchive(Struct, frozen=True):
     """
 
 
-def read_archive(
-    path: str, *, rank: int | None = None, families: MutableSequence[PickleFamily] | None = None
-) -> TorchArchive:
+def read_archive(path: str, *, rank: int | None = None, families: PickleFamilies | None = None) -> TorchArchive:
     """Read the structure of a ``torch.save`` archive, which a rank wrote, if one is given.
 
     Archives that are read with the same `families` share a value if their pickles are of one family.
@@ -839,7 +837,7 @@ def read_archive_in(
     *,
     start: int = 0,
     nbytes: int | None = None,
-    families: MutableSequence[PickleFamily] | None = None,
+    families: PickleFamilies | None = None,
 ) -> TorchArchive:
     """Read the archive in an open file, or, as in torch DCP's ``.distcp``, in these bytes of it; see `read_archive`."""
     item, origin = open_item(file, start, nbytes), file.origin

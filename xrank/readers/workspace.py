@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
-from xrank.formats.pickles import MAX_FAMILIES, PickleFamily
+from xrank.formats.pickles import PickleFamilies, new_families
 from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecords
 from xrank.layout import DeviceMesh
@@ -29,7 +28,7 @@ from xrank.storage.url import is_url
 from xrank.words import ranks_text, repr_text, runs_text
 
 
-def read_rank_state(path: str, rank: int, *, families: MutableSequence[PickleFamily] | None = None) -> SavedState:
+def read_rank_state(path: str, rank: int, *, families: PickleFamilies | None = None) -> SavedState:
     """Return a rank's state in a folder, from its metadata alone; `families` as in `read_saved_state`."""
     file = os.path.join(path, state_file_name(rank))
     if places.is_file(file) and places.nbytes_of(file) == 0:
@@ -132,7 +131,7 @@ class WorkspaceReader:
             )
         if not is_url(path):
             check_one_owner(path, map(state_file_name, found))
-        families: deque[PickleFamily] = deque(maxlen=MAX_FAMILIES)
+        families = new_families()
         states = [read_rank_state(path, rank, families=families) for rank in found]
         check_run(path, states)
         records = Records()

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import UsageError
-from xrank.formats.pickles import InertRecord, inert_error, is_extra_state
+from xrank.formats.pickles import InertRecord, PickleFamilies, fill_blanks, inert_error, is_extra_state
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.names import LIGHTNING_VERSION
 from xrank.readers.records import ONE_SAVE, is_telling, outside_error
@@ -291,13 +291,15 @@ def flatten_facts(value: object, archive: TorchArchive, path: str = "", depth: i
             yield from flatten_facts(part, archive, f"{path}.{number}", depth + 1)
 
 
-def read_table(path: str, what: str, rank: int | None = None) -> tuple[TorchArchive, Origin, dict[str, object]]:
+def read_table(
+    path: str, what: str, rank: int | None = None, families: PickleFamilies | None = None
+) -> tuple[TorchArchive, Origin, dict[str, object]]:
     """Return a file's archive, without its value, its origin and its dict of names.
 
     A file must not be another rank's: torch writes the file's original name into the archive.
     """
-    archive, origin = read_archive(path, rank=rank), Origin(path, rank)
-    table = check_table(archive.value, what, origin)
+    archive, origin = read_archive(path, rank=rank, families=families), Origin(path, rank)
+    table = check_table(fill_blanks(archive.value, archive.own or ()), what, origin)
     own, saved = parse_owner(os.path.basename(path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
         raise origin.contradiction(
@@ -409,9 +411,9 @@ class Partition(Struct, frozen=True):
     """Values that are equal in all files of one save."""
 
 
-def read_model_state(path: str, rank: int | None = None) -> ModelState:
+def read_model_state(path: str, rank: int | None = None, families: PickleFamilies | None = None) -> ModelState:
     """Return the content of a ``*_model_states.pt``, from its metadata alone."""
-    archive, origin, state = read_table(path, "the state", rank)
+    archive, origin, state = read_table(path, "the state", rank, families)
     if "module" not in state:
         raise origin.corrupt("is not a model state", "no module", "a dict with module")
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
@@ -507,9 +509,9 @@ def _shapes(value: object, what: str, origin: Origin) -> Shapes:
     return found
 
 
-def read_partition(path: str, rank: int) -> Partition:
+def read_partition(path: str, rank: int, families: PickleFamilies | None = None) -> Partition:
     """Return the content of a ``*_optim_states.pt``, from its metadata alone."""
-    archive, origin, state = read_table(path, "the state", rank)
+    archive, origin, state = read_table(path, "the state", rank, families)
     optimizer = check_table(state.get("optimizer_state_dict"), "optimizer_state_dict", origin)
     is_interleaved = "fp32_flat_groups" in optimizer
     flats = optimizer.get("fp32_flat_groups" if is_interleaved else "single_partition_of_fp32_groups")

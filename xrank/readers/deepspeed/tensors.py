@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
+from xrank.formats.pickles import new_families
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.stored_model import StoredShard
@@ -268,7 +269,8 @@ def read_partitions(
     """
     # Every partition records the number of ranks, so a missing rank 0 can still be reported.
     start = min(paths)
-    first = read_partition(paths[start], start)
+    families = new_families()
+    first = read_partition(paths[start], start, families)
     has_experts, num_ranks = num_ranks is not None, num_ranks or max(first.counts)
     # Before the others are read: the names of the files already show a missing rank.
     check_ranks(folder, paths, num_ranks, "optim_states")
@@ -278,7 +280,7 @@ def read_partitions(
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
-        partition = first if rank == start else read_partition(paths[rank], rank)
+        partition = first if rank == start else read_partition(paths[rank], rank, families)
         if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
             got, want = f"{len(partition.flats)} groups", f"{len(first.flats)} groups, as in {first.origin.path}"
             raise partition.origin.contradiction("has other groups than rank 0", got, want)
@@ -497,8 +499,9 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
     names: list[str] = []
     known: set[str] = set()
     rows = FlatRows(names, len(paths))
+    families = new_families()
     for rank, path in enumerate(paths):
-        state = read_model_state(path, rank)
+        state = read_model_state(path, rank, families)
         agreement.add(state.facts, state.origin)
         index = records.add_archive(state.archive)
         # The first rank shows which frozen parameters are cut; `_check_alike` holds the other ranks to it.

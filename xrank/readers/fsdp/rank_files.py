@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -15,12 +14,11 @@ from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, LayoutError, XrankError
 from xrank.formats.pickles import (
-    MAX_FAMILIES,
     InertRecord,
-    PickleFamily,
     fill_blanks,
     inert_error,
     is_extra_state,
+    new_families,
     refuse_inert,
 )
 from xrank.formats.safetensors_header import SafetensorsHeader
@@ -507,7 +505,7 @@ class RankFileReader:
 
     def __init__(self, *, is_nested: bool = False) -> None:
         self._is_nested = is_nested
-        self._families: deque[PickleFamily] = deque(maxlen=MAX_FAMILIES)
+        self._families = new_families()
         self._read: dict[int, tuple[FsdpRankFile, DTensors]] = {}
         """Identity of an archive's value -> the first file that has it."""
 
