@@ -19,7 +19,8 @@ ORIGIN = Origin("file", 3)
 
 def state(rank=0, text="a text", rows=4):
     layers = [{"name": f"layers.{k}", "shape": (rows, k), "kind": collections.OrderedDict} for k in range(30)]
-    return {"rank": rank, "layers": layers, "text": text, "again": text, 7: [rank, (rank, -rank)]}
+    built = [b"raw", complex(2, 3), {1, 2}, collections.OrderedDict(a=1)]
+    return {"rank": rank, "layers": layers, "text": text, "again": text, 7: [rank, (rank, -rank)], "built": built}
 
 
 def plain(value):
@@ -61,6 +62,15 @@ def test_a_difference_in_a_key_makes_no_family():
     for key in ("a", "b", "a", "b"):
         data = pickle.dumps({"same": 1, key: 2}, 2)
         assert read(data, families) == read(data) and read_pickle(data, ORIGIN).value == {"same": 1, key: 2}
+
+
+@pytest.mark.parametrize("kind", [lambda n: b"%d" % n, lambda n: {n}, lambda n: frozenset([(n, 1)])], ids=range(3))
+def test_a_difference_in_what_is_built_makes_no_family(kind):
+    families = new_families()
+    for number in (1, 2, 1, 3):
+        data = pickle.dumps({"same": 1, "built": [kind(number)]}, 2)
+        assert read(data, families) == read(data)
+        assert read_pickle(data, ORIGIN, families=families).value == {"same": 1, "built": [kind(number)]}
 
 
 def test_pickles_that_differ_in_much_are_read_alone():

@@ -1044,6 +1044,19 @@ class _TemplateReader(PickleReader):
     def take_run(self, operands: tuple[object, ...]) -> Blank:
         return next(self._blanks)
 
+    def call(self, operands: tuple[object, object], kwargs: object = None) -> object:
+        target, args = operands
+        is_built = isinstance(target, InertRecord) and (target.module, target.name) in self.builders
+        if is_built and _has_blank(args):  # builders look at the values
+            raise ValueError("built of what differs between pickles")
+        return super().call(operands, kwargs)
+
+
+def _has_blank(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_blank, value.values()))
+    return any(map(_has_blank, value)) if isinstance(value, (tuple, list)) else isinstance(value, Blank)
+
 
 def _find_differences(data: bytes, scan: PickleScan, other: bytes) -> set[tuple[int, int]] | None:
     """Return the spans of the opcodes in which another pickle differs; None if it differs in more than leaves."""
