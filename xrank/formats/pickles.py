@@ -953,8 +953,8 @@ def read_pickle(
 
 _LEAF_OPCODES = b"KMJX\x8c"  # BININT1, BININT2, BININT, BINUNICODE, SHORT_BINUNICODE
 _MAX_BLANKS = 16
-_MAX_FAMILIES = 4
-"""Families, as of the stages of a pipeline, with which the next pickle is compared."""
+_MAX_FAMILIES = 8
+"""Families, as of the stages of a pipeline or groups of experts, with which the next pickle is compared."""
 
 
 class PickleFamily:
