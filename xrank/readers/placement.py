@@ -151,9 +151,14 @@ def pieces_of(
         for local in local_nests
         for nest in _from_storage(name, h, local)
     ]
-    ranks, records = int_array(h.rank for h, _ in rows), int_array(h.record for h, _ in rows)
-    table = NestTable.from_nests([nest for _, nest in rows])
-    return StoredShard(name, held[0].dtype, tuple(shape), ranks, records, table)
+    ranks, table = _shared_table(tuple(h.rank for h, _ in rows), tuple(nest for _, nest in rows))
+    return StoredShard(name, held[0].dtype, tuple(shape), ranks, int_array(h.record for h, _ in rows), table)
+
+
+@lru_cache(maxsize=256)
+def _shared_table(ranks: tuple[int, ...], nests: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+    """Return the same objects for tensors alike, which are then planned once."""
+    return int_array(ranks), NestTable.from_nests(nests)
 
 
 def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
-from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard
@@ -376,15 +376,17 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes:
     """Return the stored model of these files; every tensor is one record without checksum."""
     records = Records()
     shards = []
+    tables: dict[int, tuple[IntArray, NestTable]] = {}  # of all tensors with so many elements
     for header in headers:
         record_of = records.add_safetensors(header)
         for tensor in header.tensors:
             dtype, shape = _kind(tensor, as_bytes)
-            count = prod(shape)
-            nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
-            record = int_array([record_of(tensor.name)] * len(nests))
-            zeros = int_array([0] * len(nests))
-            shards.append(StoredShard(tensor.name, dtype, shape, zeros, record, NestTable.from_nests(nests)))
+            count, record = prod(shape), record_of(tensor.name)
+            if count not in tables:
+                nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
+                tables[count] = int_array([0] * len(nests)), NestTable.from_nests(nests)
+            ranks, table = tables[count]
+            shards.append(StoredShard(tensor.name, dtype, shape, ranks, ranks + record, table))
     return StoredModel(
         format="safetensors",
         path=path,
