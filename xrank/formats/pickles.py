@@ -629,13 +629,13 @@ class PickleScan:
                 raise _damaged(self._origin, 0, f"no memo value {gets.max()}")
             is_used[:] = False
             is_used[gets] = True
-        numbers = np.cumsum(is_used) - 1
-        parts = [self._rewrite_block(block, is_used, numbers) for block in self._blocks]
+        used = np.flatnonzero(is_used)
+        parts = [self._rewrite_block(block, is_used, used) for block in self._blocks]
         # The value comes alone in a tuple, so that values left below it are seen.
         code = b"(" + b"".join(code for code, _ in parts)[:-1] + b"t."
         return b"\x80\x04\x95" + len(code).to_bytes(8, "little") + code, b"".join(actions for _, actions in parts)
 
-    def _rewrite_block(self, block: _Block, is_used: npt.NDArray[np.bool_], numbers: _Places) -> tuple[bytes, bytes]:
+    def _rewrite_block(self, block: _Block, is_used: npt.NDArray[np.bool_], used: _Places) -> tuple[bytes, bytes]:
         start, stop = block[:2]
         places, opcodes = self._opcodes_of(block)
         data, repeats = self._bytes[start:stop].copy(), np.ones(stop - start, np.int8)
@@ -652,14 +652,18 @@ class PickleScan:
                 repeats[puts[is_dropped[opcodes == opcode]]] = 0
             for opcode, nbytes in ((_BINGET, 1), (_LONG_BINGET, 4)):
                 gets = places[opcodes == opcode]
-                wanted = numbers[self._arguments(gets, nbytes)]
+                wanted = np.searchsorted(used, self._arguments(gets, nbytes))
                 for k in range(nbytes):
                     data[gets - start + 1 + k] = wanted >> 8 * k & 0xFF
         codes = [(places[opcodes == opcode] - start, code) for opcode, code in _ACTIONS.items()]
-        for place, run in zip(places[opcodes == RUN] - start, self.runs[block[4] :], strict=False):
+        at_runs = places[opcodes == RUN] - start
+        runs = self.runs[block[4] : block[4] + len(at_runs)]
+        old = [int.from_bytes(get[1:], "little") for run in runs for get in run.gets]
+        numbers = iter(np.searchsorted(used, old).tolist())
+        for place, run in zip(at_runs, runs, strict=True):
             code = b""
             for get in run.gets:
-                code += get[:1] + int(numbers[int.from_bytes(get[1:], "little")]).to_bytes(len(get) - 1, "little")
+                code += get[:1] + next(numbers).to_bytes(len(get) - 1, "little")
             codes.append((np.array([place]), b"(" + code + b"tQ"))
         for at, code in codes:
             repeats[at] = len(code)
