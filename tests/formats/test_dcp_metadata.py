@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, Wri
 
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
-from xrank.formats.dcp_metadata import DcpMetadata, _RunFinder, read_metadata
+from xrank.formats.dcp_metadata import DcpMetadata, _find_referenced, _RunFinder, read_metadata
+from xrank.formats.pickles import PickleScan
 from xrank.storage.regular_file import Origin
 
 
@@ -155,6 +156,13 @@ def test_nearly_all_entries_are_taken_whole() -> None:
     assert 40 * 50 - 3 - len(data) // 60_000 <= num_entries < 40 * 50
     # Of 28,000 values that the pickle memoizes, those of the chunks and entries are not kept.
     assert len(rest) < len(data) / 10
+
+
+def test_a_path_that_later_entries_refer_to_is_not_taken_whole() -> None:
+    # Ranks begin within batches of 1,000 entries, and each has the text of its path once.
+    data = pickle.dumps(made({f"layers.{k}.weight": [(3, 4)] * 5 for k in range(300)}, 5, shared=True))
+    rest, runs = _RunFinder(data, Origin("x"), set()).cut()
+    assert not _find_referenced(PickleScan(rest, Origin("x"), 1 << 26, runs), runs)
 
 
 def test_what_was_taken_whole_is_read_again_where_it_is_referred_to(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import re
 import struct
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -157,12 +157,12 @@ class _Run(PickleRun):
         """First byte in the pickle, and the byte after the last one."""
         self.width = width
         """Bytes of one piece's offsets: 8 per dimension."""
-        self.starts, self.memos = array("q"), array("q")
+        self.starts, self.memos = array("I"), array("I")
         """First byte of each object, and number of memo values up to its end."""
         self.offsets = bytearray()
         self.values = array("q")
         """Sizes of chunks; or first byte and length of each entry."""
-        self.texts = array("q")
+        self.texts = array("I")
         """Numbers of the opcodes of the name and of the path of each entry."""
         self.count = 0
         self.own: dict[bytes, str] = {}
@@ -178,6 +178,7 @@ class _RunFinder:
     def __init__(self, data: bytes, origin: Origin, excluded: set[int]) -> None:
         self._data, self._origin, self._excluded = data, origin, excluded
         self._pack = lru_cache(maxsize=1 << 16)(_pack_tuple)
+        self._parse = lru_cache(maxsize=1 << 16)(_parse_count)
         self.texts: dict[bytes, int] = {}
         """Opcodes of names and paths -> number."""
         self._has_own_path = False
@@ -231,7 +232,7 @@ class _RunFinder:
         run, num_memos = None, 0
         while found is not None and found.start() not in self._excluded:
             *gets, name, path, offsets, first, size = found.group(1, 2, 4, 5, 6, 8, 9, 11, 13, 3, 10, 7, 12, 14)
-            low, start, nbytes = self._pack(offsets), _parse_count(first), _parse_count(size)
+            low, start, nbytes = self._pack(offsets), self._parse(first), self._parse(size)
             # Mostly, a rank's entries share the text of their path, whose first mention must stay in the memo; and an
             # entry before SETITEM is two values, where a run is one.
             is_first, self._has_own_path = not self._has_own_path, path[0] == 0x8C
@@ -242,6 +243,8 @@ class _RunFinder:
                 elif text[1] != len(text) - 3:
                     is_odd = True
             if is_odd or low is None or (is_first and self._has_own_path):
+                # After a run, `cut` tries this entry again: it is still the first.
+                self._has_own_path &= run is None
                 break
             if run is None:
                 run = _Run(tuple(gets), found.start(), len(low), is_entries=True)
@@ -303,11 +306,26 @@ def _original_places(places: Sequence[int], runs: Sequence[_Run]) -> list[int]:
 
 
 class _Places:
-    def __init__(self, name: str, num_dims: int) -> None:
-        self.name, self.num_dims = name, num_dims
+    """The stored pieces of all tensors of one number of dimensions, in the order of the pickle."""
+
+    def __init__(self) -> None:
+        self.tensors, self.files = array("i"), array("i")
+        """Number of each piece's tensor, and of its file."""
         self.offsets = bytearray()
-        self.places = array("q")
-        """For each piece the number of its file, its first byte and its length in bytes."""
+        self.values = array("q")
+        """First byte and length of each piece."""
+        self.known: dict[int, int] = {}
+        """Number of the opcode of a name -> number of the tensor."""
+
+    def by_tensor(self) -> Iterator[tuple[int, IntArray, IntArray]]:
+        """Yield each tensor's number, its pieces' offsets [n, d], and their files, first bytes and lengths [n, 3]."""
+        tensors = np.frombuffer(self.tensors, np.int32)
+        order = np.argsort(tensors, kind="stable")
+        offsets = np.frombuffer(self.offsets, np.int64).reshape(len(order), -1)
+        files, values = np.frombuffer(self.files, np.int32), np.frombuffer(self.values, np.int64).reshape(-1, 2)
+        firsts = np.flatnonzero(np.diff(tensors[order], prepend=-1))
+        for mine in np.split(order, firsts[1:]):
+            yield int(tensors[mine[0]]), offsets[mine], np.column_stack((files[mine], values[mine]))
 
 
 class _MetadataReader(PickleReader):
@@ -317,8 +335,10 @@ class _MetadataReader(PickleReader):
         self._takes_runs = takes_runs
         self._runs: list[_Run] = []
         self._texts: list[bytes] = []
-        self._tables: dict[bytes, _Places] = {}
-        self._files: dict[bytes, int] = {}
+        self._places: dict[int, _Places] = {}
+        """Number of dimensions -> pieces."""
+        self._files: dict[int, int] = {}
+        """Number of the opcode of a path -> number of the file."""
         builders = {**PLAIN_BUILDERS, ("torch", "Size"): build_size}
         # A piece takes about 170 bytes, and objects of 2,700, most of them only for a moment.
         super().__init__(data, origin, builders, max_made_nbytes=_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data))
@@ -326,8 +346,8 @@ class _MetadataReader(PickleReader):
         self.calls = deque(maxlen=0)  # `reduce` has looked at them; a list would keep all records alive
         self.files: dict[str, int] = {}
         """Relative path -> number, in the order of first use."""
-        self.pieces: dict[str, _Places] = {}
-        """Flat name of a tensor -> the places of its pieces."""
+        self.pieces: dict[str, tuple[int, int]] = {}
+        """Flat name of a tensor with stored pieces -> its number, and its number of dimensions."""
         self.byte_items: dict[str, tuple[int, int, int]] = {}
         self._stored: object = None
         """The dict that the entries of storage were set in."""
@@ -372,34 +392,31 @@ class _MetadataReader(PickleReader):
         return run
 
     def _add_entries(self, run: _Run) -> None:
-        # Texts from the memo are the run's own; the others recur in the runs of other ranks.
-        tables, files = self._tables, self._files
-        width, offsets, values, own = run.width, run.offsets, run.values, run.own
-        for k in range(run.count):
-            raw_name, raw_path = self._texts[run.texts[2 * k]], self._texts[run.texts[2 * k + 1]]
-            table = tables.get(raw_name)
-            if table is None:
-                table = self._find_table(own[raw_name] if raw_name in own else raw_name[2:-1].decode(), width // 8)
-                if raw_name not in own:
-                    tables[raw_name] = table
-            file = files.get(raw_path)
+        num_dims = run.width // 8
+        places = self._places.setdefault(num_dims, _Places())
+        known, files = places.known, self._files
+        # No memo value is set twice, so that an opcode has one text in all runs.
+        for name, path in zip(run.texts[::2], run.texts[1::2], strict=True):
+            tensor = known.get(name)
+            if tensor is None:
+                tensor = known[name] = self._find_tensor(self._text_of(run, name), num_dims)
+            file = files.get(path)
             if file is None:
-                path = own[raw_path] if raw_path in own else raw_path[2:-1].decode()
-                file = self.files.setdefault(path, len(self.files))
-                if raw_path not in own:
-                    files[raw_path] = file
-            if 8 * table.num_dims != width:
-                raise self.corrupt(table.name, "has pieces of different numbers of dimensions")
-            table.offsets += offsets[k * width : (k + 1) * width]
-            table.places.extend((file, values[2 * k], values[2 * k + 1]))
+                file = files[path] = self.files.setdefault(self._text_of(run, path), len(self.files))
+            places.tensors.append(tensor)
+            places.files.append(file)
+        places.offsets += run.offsets
+        places.values += run.values
 
-    def _find_table(self, name: str, num_dims: int) -> _Places:
-        table = self.pieces.get(name)
-        if table is None:
-            table = self.pieces[name] = _Places(name, num_dims)
-        if table.num_dims != num_dims:
+    def _text_of(self, run: _Run, number: int) -> str:
+        raw = self._texts[number]
+        return run.own[raw] if raw in run.own else raw[2:-1].decode()
+
+    def _find_tensor(self, name: str, num_dims: int) -> int:
+        number, known_dims = self.pieces.setdefault(name, (len(self.pieces), num_dims))
+        if known_dims != num_dims:
             raise self.corrupt(name, "has pieces of different numbers of dimensions")
-        return table
+        return number
 
     def reduce(self, operands: tuple[object, object]) -> object:
         """Make the record of a call, of a class that is written there: the result may be discarded unseen."""
@@ -485,9 +502,11 @@ class _MetadataReader(PickleReader):
             self.byte_items[name] = (file, first, size)
             return
         low = self.counts(offset, name)
-        table = self._find_table(name, len(low))
-        table.offsets += struct.pack(f"<{len(low)}q", *low)
-        table.places.extend((file, first, size))
+        tensor, places = self._find_tensor(name, len(low)), self._places.setdefault(len(low), _Places())
+        places.tensors.append(tensor)
+        places.files.append(file)
+        places.offsets += struct.pack(f"<{len(low)}q", *low)
+        places.values.extend((first, size))
 
     def make_metadata(self, value: object, path: str, status: os.stat_result | ObjectStatus) -> DcpMetadata:
         """Return the metadata, after `read` has returned their value."""
@@ -499,9 +518,10 @@ class _MetadataReader(PickleReader):
             self._take_entry(index, info)
         if self.num_open_runs or (self._stored is not None and stored is not self._stored):
             raise self.origin.corrupt("entries of storage are in a wrong place")
-        nbytes = sum(sum(table.places[2::3]) for table in self.pieces.values())
+        nbytes = sum(sum(places.values[1::2]) for places in self._places.values())
         nbytes += sum(item[2] for item in self.byte_items.values())
         ends = self.ends()
+        stored_at = {number: found for places in self._places.values() for number, *found in places.by_tensor()}
         tensors = {}
         for name, item in listed.items():
             if not isinstance(name, str):
@@ -510,8 +530,8 @@ class _MetadataReader(PickleReader):
                 if name not in self.byte_items:
                     raise self.corrupt(name, "is listed, but stored nowhere")
                 continue
-            tensors[name] = self.tensor(name, item)
-            self.pieces.pop(name, None)
+            number, num_dims = self.pieces.pop(name, (-1, None))
+            tensors[name] = self.tensor(name, item, num_dims, stored_at.pop(number, None))
         for name in (*self.pieces, *self.byte_items):
             if name not in listed:
                 raise self.corrupt(name, "is stored, but not listed")
@@ -542,8 +562,9 @@ class _MetadataReader(PickleReader):
     def ends(self) -> IntArray:
         """Return the length that each file must have to hold its items."""
         ends = np.zeros(len(self.files), dtype=np.int64)
-        for table in self.pieces.values():
-            file, start, nbytes = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3).T
+        for places in self._places.values():
+            start, nbytes = np.frombuffer(places.values, np.int64).reshape(-1, 2).T
+            file = np.frombuffer(places.files, np.int32)
             np.maximum.at(ends, file, np.minimum(start, _MAX_EXTENT - nbytes) + nbytes)
         for number, first, size in self.byte_items.values():
             ends[number] = max(ends[number], min(first + size, _MAX_EXTENT))
@@ -557,7 +578,7 @@ class _MetadataReader(PickleReader):
                 raise self.corrupt(name, "has an offset or a length that is not a count")
         return values
 
-    def tensor(self, name: str, item: object) -> DcpTensor:
+    def tensor(self, name: str, item: object, num_dims: int | None, found: Sequence[IntArray] | None) -> DcpTensor:
         state = self.state(item, "TensorStorageMetadata")
         shape = self.counts(state.get("size"), name)
         chunks = state.get("chunks")
@@ -571,11 +592,9 @@ class _MetadataReader(PickleReader):
         is_new = np.ones(len(chunks), dtype=bool)
         is_new[1:] = (chunks[1:] != chunks[:-1]).any(axis=(1, 2))
         offsets, sizes = chunks[is_new, 0], chunks[is_new, 1]
-        table = self.pieces.get(name) or _Places(name, len(shape))
-        if table.num_dims != len(shape):
+        if num_dims not in (None, len(shape)):
             raise self.corrupt(name, "is stored in pieces of another number of dimensions than it has")
-        places = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3)
-        stored = np.frombuffer(table.offsets, dtype=np.int64).reshape(len(places), len(shape))
+        stored, places = found or (np.zeros((0, len(shape)), np.int64), np.zeros((0, 3), np.int64))
         order = _sort_by_offset(stored)
         stored, places = stored[order], places[order]
         if len(stored) != len(offsets) or not np.array_equal(stored, offsets):
