@@ -660,17 +660,19 @@ class PickleScan:
         runs = self.runs[block[4] : block[4] + len(at_runs)]
         old = [int.from_bytes(get[1:], "little") for run in runs for get in run.gets]
         numbers = iter(np.searchsorted(used, old).tolist())
-        for place, run in zip(at_runs, runs, strict=True):
-            code = b""
-            for get in run.gets:
-                code += get[:1] + next(numbers).to_bytes(len(get) - 1, "little")
-            codes.append((np.array([place]), b"(" + code + b"tQ"))
+        run_codes = []
+        for run in runs:
+            parts = [get[:1] + next(numbers).to_bytes(len(get) - 1, "little") for get in run.gets]
+            run_codes.append(np.frombuffer(b"".join((b"(", *parts, b"tQ")), np.uint8))
+        repeats[at_runs] = list(map(len, run_codes))
         for at, code in codes:
             repeats[at] = len(code)
         result, ends = np.repeat(data, repeats), np.cumsum(repeats)
         for at, code in codes:
             for k, byte in enumerate(reversed(code), 1):
                 result[ends[at] - k] = byte
+        for end, run_code in zip(ends[at_runs].tolist(), run_codes, strict=True):
+            result[end - len(run_code) : end] = run_code
         return result.tobytes(), opcodes[_IS_ACTION[opcodes]].tobytes()
 
 
