@@ -175,7 +175,7 @@ class PickleMutator:
         if rng.randrange(_LARGE_EVERY) == 0:
             at = rng.randrange(1, len(pieces))
             part = b"".join(pieces[at : at + rng.choice((1, 2, 5, 30))]) if rng.random() < 0.5 else rng.choice(_PLAIN)
-            pieces[at:at] = [part] * (_LARGE_NBYTES // len(part))
+            pieces.insert(at, part * (_LARGE_NBYTES // max(1, len(part))))  # a list would take 80 MB
         for _ in range(rng.choice((1, 1, 1, 1, 2, 3, 6))):
             self._change(rng, pieces)
         return b"".join(pieces)
