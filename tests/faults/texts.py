@@ -53,7 +53,7 @@ from xrank.storage.manifest import (
     ManifestFile,
     ManifestSource,
     ManifestTensor,
-    manifest_content,
+    manifest_blocks,
     read_manifest,
     tensor_line,
 )
@@ -262,15 +262,17 @@ def _headers() -> list[bytes]:
 def _manifest() -> str:
     tensor = ManifestTensor("F32", (2, 3), "model.safetensors", "xxh3:" + "1" * 32, (), 1)
     source = ("rank_0_state.pth", 0, 64, 24)
-    return manifest_content(
-        ManifestSource("workspace", 2, "run", 3),
-        [ManifestFile("model.safetensors", 120, "xxh3:" + "0" * 32)],
-        [("a", tensor_line(tensor, [source]))],
-        companions=[ManifestFile("config.json", 2, "xxh128:" + "2" * 32)],
-        tied={"b": "a"},
-        cast={"a": "BF16"},
-        notes=[["code", "text"]],
-        plan="0" * 32,
+    return b"".join(
+        manifest_blocks(
+            ManifestSource("workspace", 2, "run", 3),
+            [ManifestFile("model.safetensors", 120, "xxh3:" + "0" * 32)],
+            [("a", tensor_line(tensor, [source]))],
+            companions=[ManifestFile("config.json", 2, "xxh128:" + "2" * 32)],
+            tied={"b": "a"},
+            cast={"a": "BF16"},
+            notes=[["code", "text"]],
+            plan="0" * 32,
+        )
     ).decode()
 
 

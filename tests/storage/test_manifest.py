@@ -16,7 +16,7 @@ from xrank.storage.manifest import (
     ManifestFile,
     ManifestSource,
     ManifestTensor,
-    manifest_content,
+    manifest_blocks,
     read_manifest,
     tensor_line,
 )
@@ -31,19 +31,21 @@ def line_of(dtype: str, shape: tuple[int, ...], sources: list[tuple[str, int, in
 
 
 def text() -> str:
-    return manifest_content(
-        ManifestSource("dcp", 2, None, 7),
-        [ManifestFile("model.safetensors", 8, DIGEST)],
-        [
-            ("a", line_of("BF16", (2, 1), [("__0_0.distcp", 0, 64, 4)], replicas=1)),
-            ("b\n", line_of("F32", (), [])),
-        ],
-        companions=[ManifestFile("config.json", 2, DIGEST)],
-        tied={"c": "a"},
-        excluded=["z", "y"],
-        cast={"a": "F32"},
-        padding_dropped={"a": 3},
-        notes=["all well"],
+    return b"".join(
+        manifest_blocks(
+            ManifestSource("dcp", 2, None, 7),
+            [ManifestFile("model.safetensors", 8, DIGEST)],
+            [
+                ("a", line_of("BF16", (2, 1), [("__0_0.distcp", 0, 64, 4)], replicas=1)),
+                ("b\n", line_of("F32", (), [])),
+            ],
+            companions=[ManifestFile("config.json", 2, DIGEST)],
+            tied={"c": "a"},
+            excluded=["z", "y"],
+            cast={"a": "F32"},
+            padding_dropped={"a": 3},
+            notes=["all well"],
+        )
     ).decode()
 
 
@@ -90,7 +92,7 @@ def test_a_line_for_each_tensor() -> None:
 
 
 def test_empty_sections(tmp_path: Path) -> None:
-    (tmp_path / "m").write_bytes(manifest_content(ManifestSource("hf", None, None, None), [], []))
+    (tmp_path / "m").write_bytes(b"".join(manifest_blocks(ManifestSource("hf", None, None, None), [], [])))
     assert read_manifest(str(tmp_path / "m"))["tensors"] == {}
 
 

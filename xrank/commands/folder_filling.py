@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +34,7 @@ from xrank.storage.manifest import (
     ManifestFile,
     ManifestSource,
     ManifestTensor,
-    manifest_content,
+    manifest_blocks,
     tensor_line,
 )
 from xrank.storage.staging import check_store_writer, open_stage, settle_output
@@ -125,7 +125,7 @@ def _write_lists(
     sources = [os.path.basename(file.path) for file in plan.source.files]
     tensors = [(tensor, digests[i]) for i, file in enumerate(plan.files if facts else ()) for tensor in file.tensors]
     tensors.sort(key=lambda one: one[0].output.name)
-    content = manifest_content(
+    blocks: Iterable[bytes] = manifest_blocks(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
         files,
         ((tensor.output.name, _tensor_line(plan, sources, tensor, own)) for tensor, own in tensors),
@@ -140,9 +140,10 @@ def _write_lists(
         from xrank.commands.signing import sign_folder  # its packages are not needed otherwise
 
         names = [file.name for file in files] + [line.file for line in lines]
-        sign_folder(planned, out, stage, names, content, work.file_hashes)
+        blocks = [b"".join(blocks)]
+        sign_folder(planned, out, stage, names, blocks[0], work.file_hashes)
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
-    stage.write_file(MANIFEST_NAME, content)
+    stage.write_file(MANIFEST_NAME, blocks)
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
 
 

@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -500,8 +500,9 @@ class BucketStage(Stage):
         self.finished.pop(name, None)
         self._records.pop(name, None)
 
-    def write_file(self, name: str, content: bytes) -> JournalLine:
-        """Keep a small file for the commit; return its entry for the manifest."""
+    def write_file(self, name: str, content: bytes | Iterable[bytes]) -> JournalLine:
+        """Keep a file for the commit; return its entry for the manifest."""
+        content = content if isinstance(content, bytes) else b"".join(content)
         check_inner_name(name)
         digest = xxhash.xxh3_128_hexdigest(content)
         self._sha256[name] = hashlib.sha256(content).digest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import xxhash
@@ -82,8 +82,8 @@ class Stage(ABC):
         """Remove a finished file that turned out to be wrong or outdated."""
 
     @abstractmethod
-    def write_file(self, name: str, content: bytes) -> JournalLine:
-        """Write a small file; return its entry for the manifest."""
+    def write_file(self, name: str, content: bytes | Iterable[bytes]) -> JournalLine:
+        """Write a file beside the weights, at once or in blocks; return its entry for the manifest."""
 
     @abstractmethod
     def copy_file(self, name: str, source_path: str) -> JournalLine:

@@ -38,7 +38,7 @@ from xrank.storage.output_place import (
     make_parents,
     make_taken_error,
 )
-from xrank.storage.places import hash_file
+from xrank.storage.places import digest_plain_file, hash_file
 from xrank.words import list_text
 
 _MODE = 0o666
@@ -179,14 +179,18 @@ class FolderStage(Stage):
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def write_file(self, name: str, content: bytes) -> JournalLine:
-        """Write a small file atomically; return its entry for the manifest."""
+    def write_file(self, name: str, content: bytes | Iterable[bytes]) -> JournalLine:
+        """Write a file atomically; return its entry for the manifest."""
 
         def fill(fd: int) -> tuple[int, str]:
-            system.write_all(fd, content)
-            return len(content), xxhash.xxh3_128_hexdigest(content)
+            digest, nbytes = xxhash.xxh3_128(), 0
+            for block in [content] if isinstance(content, bytes) else content:
+                system.write_all(fd, block)
+                digest.update(block)
+                nbytes += len(block)
+            return nbytes, digest.hexdigest()
 
-        return self._write_small(name, fill, len(content))
+        return self._write_small(name, fill, len(content) if isinstance(content, bytes) else None)
 
     def copy_file(self, name: str, source_path: str) -> JournalLine:
         """Copy a regular file atomically; see `Stage`."""
@@ -229,8 +233,7 @@ class FolderStage(Stage):
                 path = self._path_of(line.file)
                 # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
                 _check_size(path, "changed after it was finished", os.lstat(path).st_size, line.nbytes)
-            with open(os.path.join(self.path, MANIFEST_NAME), "rb") as file:
-                self._manifest = file.read()
+            self._manifest = digest_plain_file(os.path.join(self.path, MANIFEST_NAME))
 
     def _appear(self) -> None:
         with self._explain_errors(self.path):
@@ -247,8 +250,8 @@ class FolderStage(Stage):
     def _read_back(self) -> None:
         # NFS: the answer to a rename may be stale or repeated; only a new open shows the folder that is there.
         path = os.path.join(self._place.path, MANIFEST_NAME)
-        with self._explain_errors(path), open(path, "rb") as file:
-            found = file.read()
+        with self._explain_errors(path):
+            found = digest_plain_file(path)
         if found != self._manifest:
             next_step = f"another gather took the same output; {AGAIN}"
             raise XrankError(f"{path}: is not the manifest this gather wrote", file=path, next_step=next_step)
@@ -323,7 +326,7 @@ class FolderStage(Stage):
             os.unlink(part)
         return os.open(part, system.NEW, _MODE)
 
-    def _write_small(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int) -> JournalLine:
+    def _write_small(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int | None) -> JournalLine:
         final = self._path_of(name)
         with self._explain_errors(final, nbytes):
             fd = self._open_new(name)

@@ -11,7 +11,6 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from io import BytesIO
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -29,6 +28,7 @@ DIGEST_ALGORITHM = (
 )
 
 _MAX_NBYTES = 2 * 2**30
+_BLOCK_NBYTES = 1 << 20
 
 
 _Count = Annotated[int, Meta(ge=0)]
@@ -120,7 +120,7 @@ def tensor_line(tensor: ManifestTensor, sources: Iterable[tuple[str, int, int, i
     return f"{_line(tensor).removesuffix(']}')}{', '.join(parts)}]}}"  # its last key is "sources"
 
 
-def manifest_content(
+def manifest_blocks(
     source: ManifestSource,
     files: Iterable[ManifestFile],
     tensors: Iterable[tuple[str, str]],
@@ -134,8 +134,8 @@ def manifest_content(
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
     plan: str | None = None,
-) -> bytes:
-    """Return the manifest, one line for each file and tensor, sorted by name.
+) -> Iterator[bytes]:
+    """Yield the manifest in blocks, with one line for each file and tensor, sorted by name.
 
     `files` are those of weights, and the index. `tensors` has name and `tensor_line` of each, by rising name; they may
     be made as they are written, as a large model has a million sources. `tied` has the name that was not written ->
@@ -159,13 +159,17 @@ def manifest_content(
         "notes": _rows(_line(note) for note in notes),
         **({"plan": [_line(plan)]} if plan is not None else {}),
     }
-    content = BytesIO()
+    block, nbytes, before = list[bytes](), 0, "{\n"
     for key, pieces in sections.items():
-        content.write(b",\n" if content.tell() else b"{\n")
-        content.write(f'"{key}": '.encode())
-        content.writelines(piece.encode() for piece in pieces)
-    content.write(b"\n}\n")
-    return content.getvalue()
+        block.append(f'{before}"{key}": '.encode())
+        before = ",\n"
+        for piece in pieces:
+            block.append(piece.encode())
+            nbytes += len(piece)
+            if nbytes > _BLOCK_NBYTES:
+                yield b"".join(block)
+                block, nbytes = [], 0
+    yield b"".join([*block, b"\n}\n"])
 
 
 def read_manifest(path: str) -> dict[str, Any]:
