@@ -7,11 +7,14 @@ import zipfile
 import zlib
 
 import pytest
+import torch
 
 from tests.formats.crafted_zip import Member, crafted_zip
 from xrank.errors import CorruptError, XrankError
-from xrank.formats.torch_archive import open_item, read_members
-from xrank.storage.regular_file import open_regular
+from xrank.formats import torch_archive
+from xrank.formats.torch_archive import ItemBytes, open_item, read_members
+from xrank.storage.regular_file import RegularFile, open_regular
+from xrank.workspace.nfs import NFSWorkspace
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +52,69 @@ def test_members_are_those_the_standard_library_finds(members, zip64, ones, wide
 def test_many_members_need_more_than_the_tail(members):
     raw = crafted_zip([Member(f"a/{k}", b"%d" % k) for k in range(3000)])
     assert members(raw) == known(raw)
+
+
+def test_payloads_that_are_far_apart_follow_from_the_directory(tmp_path, monkeypatch):
+    """Without a read of each local header; what each of the two ways finds is the same."""
+    torch.save({f"{k}": torch.full((k % 5 * 5000 + 1,), k) for k in range(40)}, tmp_path / "torch")
+    workspace = NFSWorkspace(tmp_path, rank=0, world_size=1)
+    workspace.write_configs_and_weights({}, {f"{k}": torch.full((k % 5 * 5000,), k) for k in range(40)})
+    for name in ("torch", "rank_0_state.pth"):
+        found = []
+        for most in (1000, 3):
+            monkeypatch.setattr(torch_archive, "_MOST_READS", most)
+            with open_regular(str(tmp_path / name)) as file:
+                item, ranges = open_item(file), []
+                counted = ItemBytes(
+                    CountedFile(file.descriptor, file.status, file.origin, ranges), 0, item.nbytes, item.tail
+                )
+                found.append((list(read_members(counted)), len(ranges)))
+        assert found[0][0] == found[1][0] and found[0][1] > 10 > found[1][1]
+        assert {m.name: m.offset for m in found[0][0]} == {
+            info.filename: info.header_offset + 30 + len(info.filename) + _extra(tmp_path / name, info.header_offset)
+            for info in zipfile.ZipFile(tmp_path / name).infolist()
+        }
+
+
+class CountedFile(RegularFile, frozen=True):
+    ranges: list
+
+    def read(self, offset, nbytes):
+        self.ranges.append((offset, nbytes))
+        return super().read(offset, nbytes)
+
+
+def _extra(path, header):
+    return int.from_bytes(path.read_bytes()[header + 28 : header + 30], "little")
+
+
+def test_what_only_local_headers_show_is_left_to_checksums(members, monkeypatch):
+    """Where they are many and far apart, damage of a local header, a descriptor or a gap."""
+    accepted = set()
+    for kind, raw in REFUSED.items():
+        monkeypatch.setattr(torch_archive, "_MOST_READS", 1000)
+        with pytest.raises(CorruptError) as caught:
+            members(raw)
+        monkeypatch.setattr(torch_archive, "_MOST_READS", 0)
+        try:
+            found = members(raw)
+        except XrankError as error:
+            assert str(error) == str(caught.value), kind
+        else:
+            accepted.add((kind, all(zlib.crc32(data) == crc for data, crc in found.values())))
+    assert {kind for kind, is_right in accepted if is_right} == {
+        "local name longer",
+        "descriptor of nothing",
+        "local name differs",
+    }
+    # The checksum of the payload differs, which is compared when it is read.
+    assert {kind for kind, is_right in accepted if not is_right} == {
+        "bytes between",
+        "descriptor unasked",
+        "descriptor unsigned",
+        "size too large",
+        "size too small",
+    }
 
 
 def test_no_members(members):

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,8 @@ _GAP_NBYTES = 8 << 10
 """Local headers that are closer than this are read together."""
 _BLOCK_NBYTES = 1 << 20
 """Bytes that are read before the headers in them are taken out."""
+_MOST_READS = 1000
+"""Reads of local headers that are made without need."""
 _MOST_NBYTES = 1 << 61
 """A larger number in a zip is taken for this one, which is beyond every archive; sums of two do not overflow."""
 
@@ -162,6 +164,8 @@ class _Entries(Struct, frozen=True, eq=False):
     nbytes: IntArray
     header: IntArray
     """First byte of each local header."""
+    is_wide: npt.NDArray[np.bool_]
+    """Whether an entry has zip64 fields; its descriptor has them too (miniz.c: mz_zip_writer_add_mem_ex_v2)."""
 
     def name(self, row: int) -> str:
         """Return a member's name as errors show it."""
@@ -221,7 +225,8 @@ def _read_entries(origin: Origin, directory: bytes, count: int) -> _Entries:
     fixed = sliding_window_view(data, _ENTRY.size)[starts].view(_ENTRY_ROW)[:, 0] if count else np.empty(0, _ENTRY_ROW)
     name_starts, name_nbytes = starts + _ENTRY.size, fixed["name"].astype(np.int64)
     sizes = np.stack([fixed[field].astype(np.int64) for field in ("nbytes", "packed", "header")])
-    for row in np.flatnonzero((sizes == _WIDE).any(axis=0)).tolist():
+    is_wide = (sizes == _WIDE).any(axis=0)
+    for row in np.flatnonzero(is_wide).tolist():
         name_end = int(name_starts[row] + name_nbytes[row])
         wide = _widen(sizes[:, row].tolist(), directory[name_end : name_end + int(fixed["extra"][row])])
         if wide is None:
@@ -233,7 +238,7 @@ def _read_entries(origin: Origin, directory: bytes, count: int) -> _Entries:
     names = data[span_indices(name_starts[order], name_nbytes)]
     rows = _number_names(origin, names.tobytes(), name_nbytes)
     flags, crc32 = fixed["flags"].astype(np.int64), fixed["crc32"].astype(np.int64)
-    entries = _Entries(rows, names, name_nbytes, flags, crc32, nbytes, header)
+    entries = _Entries(rows, names, name_nbytes, flags, crc32, nbytes, header, is_wide[order])
     is_elsewhere = (fixed["disk"] != 0) & (fixed["disk"] != 0xFFFF)
     is_program = np.fromiter((_PROGRAM in f"/{name}" for name in rows), np.bool_, count)
     is_changed = (fixed["method"] != 0) | (packed != nbytes) | (flags & _ENCRYPTED != 0)
@@ -290,10 +295,19 @@ def _decode(origin: Origin, name: bytes) -> str:
 def _find_payloads(item: ItemBytes, entries: _Entries, end: int) -> IntArray:
     """Return the first byte of each payload, and check all bytes between payloads up to the directory, at `end`.
 
-    A payload's place follows from its local header, whose padding differs from the directory's extra field.
+    A payload's place follows from its local header, whose padding differs from the directory's extra field, and from
+    that of the next header. A thousand headers of large payloads are not read, where each is a request of its own: the
+    payloads' checksums are compared as they are read, and show that they lie there.
     """
     origin, header = item.file.origin, entries.header
-    heads, names = _read_headers(item, entries, end)
+    reads = _plan_reads(entries, end)
+    if len(reads.low) > _MOST_READS and (entries.crc32 > 0).any():
+        descriptors = np.where(entries.is_wide, _DESCRIPTOR64.size, _DESCRIPTOR.size)
+        stops = np.append(header[1:], end) - np.where(entries.flags & _HAS_DESCRIPTOR, descriptors, 0)
+        padding = stops - entries.nbytes - header - _LOCAL.size - entries.name_nbytes
+        if header[0] == 0 and ((padding >= 0) & (padding < 1 << 16)).all():
+            return np.asarray(stops - entries.nbytes, np.int64)
+    heads, names = _read_headers(item, entries, end, reads)
     local = heads[:-1, _DESCRIPTOR64.size :].copy().view(_LOCAL_ROW)[:, 0]
     payload = header + _LOCAL.size + local["name"] + local["extra"]
     next_header = np.append(header[1:], end)
@@ -330,31 +344,48 @@ def _find_payloads(item: ItemBytes, entries: _Entries, end: int) -> IntArray:
     return np.asarray(payload, np.int64)
 
 
-def _read_headers(item: ItemBytes, entries: _Entries, end: int) -> tuple[Bytes, Bytes]:
+class _Reads(NamedTuple):
+    """The reads of local headers; neighbors are read together."""
+
+    rows: IntArray
+    """The headers that are read."""
+    group: IntArray
+    """The read that each of them is in."""
+    low: IntArray
+    """First byte of each read."""
+    nbytes: IntArray
+
+
+def _plan_reads(entries: _Entries, end: int) -> _Reads:
+    places, name_nbytes = np.append(entries.header, end), np.append(entries.name_nbytes, 0)
+    lasts = places + _LOCAL.size + name_nbytes
+    lasts[-1] = end
+    rows = np.flatnonzero(lasts <= end)
+    first, last = np.maximum(places[rows] - _DESCRIPTOR64.size, 0), lasts[rows]
+    is_far = first[1:] - np.maximum.accumulate(last)[:-1] > _GAP_NBYTES
+    is_far |= first[1:] // _BLOCK_NBYTES != first[:-1] // _BLOCK_NBYTES
+    group = np.append(0, np.cumsum(is_far))
+    starts = np.searchsorted(group, np.arange(group[-1] + 1))
+    return _Reads(rows, group, first[starts], np.maximum.reduceat(last, starts) - first[starts])
+
+
+def _read_headers(item: ItemBytes, entries: _Entries, end: int, reads: _Reads) -> tuple[Bytes, Bytes]:
     """Return each local header with the 24 bytes before it, [n + 1, 54], and the names behind the headers.
 
     The last row is for the directory, at `end`. Headers that reach beyond it are zeros.
     """
     before, width = _DESCRIPTOR64.size, _DESCRIPTOR64.size + _LOCAL.size
+    rows, group, low, nbytes = reads
     places, name_nbytes = np.append(entries.header, end), np.append(entries.name_nbytes, 0)
     name_starts = np.cumsum(name_nbytes) - name_nbytes
     heads, names = np.zeros((len(places), width), np.uint8), np.zeros(len(entries.names), np.uint8)
-    lasts = places + _LOCAL.size + name_nbytes
-    lasts[-1] = end
-    rows = np.flatnonzero(lasts <= end)
-    first, last = np.maximum(places[rows] - before, 0), lasts[rows]
-    # Neighbors are read together, and a block's reads are taken apart at once.
-    is_far = first[1:] - np.maximum.accumulate(last)[:-1] > _GAP_NBYTES
-    is_far |= first[1:] // _BLOCK_NBYTES != first[:-1] // _BLOCK_NBYTES
-    group = np.append(0, np.cumsum(is_far))
-    low = first[np.searchsorted(group, np.arange(group[-1] + 1))]
-    nbytes = np.maximum.reduceat(last, np.searchsorted(group, np.arange(len(low)))) - low
+    # A block's reads are taken apart at once.
     item.file.prefetch(zip((item.start + low).tolist(), nbytes.tolist(), strict=True))
     base = np.cumsum(nbytes) - nbytes
     edges = np.flatnonzero(np.append(True, base[1:] // _BLOCK_NBYTES != base[:-1] // _BLOCK_NBYTES)).tolist()
     for start, stop in pairwise([*edges, len(low)]):
-        reads = zip(low[start:stop].tolist(), nbytes[start:stop].tolist(), strict=True)
-        data = np.frombuffer(b"".join([bytes(before), *(item.read(*read) for read in reads), bytes(width)]), np.uint8)
+        spans = zip(low[start:stop].tolist(), nbytes[start:stop].tolist(), strict=True)
+        data = np.frombuffer(b"".join([bytes(before), *(item.read(*span) for span in spans), bytes(width)]), np.uint8)
         mine = slice(*np.searchsorted(group, (start, stop)))
         own, numbers = rows[mine], group[mine]
         at = before + base[numbers] - base[start] + places[own] - low[numbers]
