@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import scale_verl
 from benchmarks.scale_verl import time_dry_runs
+from xrank.readers.records import compute_repeated_crc32
 
 Shapes = Iterator[tuple[str, tuple[int, ...], int | None]]
 """Name and shape of each tensor, and the number of an expert."""
@@ -85,6 +86,15 @@ class _Parts:
     def flush(self) -> None:
         pass
 
+    def set_checksum(self, nbytes: int) -> None:
+        """Record the checksum of so many zeros, as those in the hole are: torch records 0 for a payload it skips."""
+        crc32 = compute_repeated_crc32(b"\0", nbytes).to_bytes(4, "little")
+        at, tail = self.parts[-1]
+        entry = tail.index(b"PK\1\2", tail.index(b"archive/data/0") - 46)
+        for place in (tail.index(b"PK\7\10") + 4, entry + 16):
+            tail = tail[:place] + crc32 + tail[place + 4 :]
+        self.parts[-1] = at, tail
+
 
 def make(folder: str, model: str, num_ranks: int, num_layers: int) -> None:
     """Write the folder of all ranks."""
@@ -115,6 +125,7 @@ def make(folder: str, model: str, num_ranks: int, num_layers: int) -> None:
                     archives[kind] = _Parts()
                     with torch.serialization.skip_data():
                         torch.save(torch.empty(kind[0], dtype=kind[1]), archives[kind])
+                    archives[kind].set_checksum(kind[0].numel() * kind[1].itemsize)
                 archive = archives[kind]
                 for offset, content in archive.parts:
                     os.pwrite(file.fileno(), content, at + offset)
