@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ import pytest
 
 from tests.commands.made_workspaces import layout_of, leave, wide_model
 from tests.free_port import free_port
-from xrank.commands.shared_plan import ToldPlan, plan_together
-from xrank.errors import ContradictionError, CorruptError
+from xrank.commands.shared_plan import ReceivedPlan, plan_together
+from xrank.engine.sources import open_source
+from xrank.errors import ContradictionError, CorruptError, XrankError
 from xrank.ranks.team import Team
 from xrank.recipes.decision import FolderPlan, digest_of_plan, plan_gather
 from xrank.recipes.options import GatherOptions
 
 
 class Two(Team):
-    """One of two ranks, whose first sends what the other is told."""
+    """One of two ranks, whose first sends what the other gets."""
 
-    def __init__(self, rank: int, told: str = "", asked: Sequence[str] = ()) -> None:
+    def __init__(self, rank: int, sent: str = "", asked: Sequence[str] = ()) -> None:
         super().__init__((0, 1), rank)
-        self.secret, self.told, self._asked = b"s" * 32, told, asked
+        self.secret, self.sent, self._asked = b"s" * 32, sent, asked
 
     def agree(
         self,
@@ -37,8 +39,8 @@ class Two(Team):
     ) -> tuple[Any, Any]:
         made = make()
         if self.is_first:
-            self.told = decide(made, [describe(made), *(self._asked or [describe(made)])])
-        return made, self.told
+            self.sent = decide(made, [describe(made), *(self._asked or [describe(made)])])
+        return made, self.sent
 
 
 @pytest.fixture
@@ -52,24 +54,24 @@ def refuse(share: tuple[int, int]) -> FolderPlan:
     raise AssertionError("a second rank made the plan")
 
 
-def told_by_first(source: Path, out: Path) -> tuple[FolderPlan, str]:
+def sent_by_first(source: Path, out: Path) -> tuple[FolderPlan, str]:
     first = Two(0)
     proven = plan_together(first, {}, str(out), GatherOptions(), lambda _: plan_gather(str(source), GatherOptions()))
     assert isinstance(proven, FolderPlan)
-    return proven, first.told
+    return proven, first.sent
 
 
 def test_the_others_get_the_plan_that_the_first_has_proven(source: Path, tmp_path: Path) -> None:
-    proven, text = told_by_first(source, tmp_path / "model")
+    proven, text = sent_by_first(source, tmp_path / "model")
     options = GatherOptions(workers=3)
-    told = plan_together(Two(1, text), {}, str(tmp_path / "model"), options, refuse)
-    assert isinstance(told, ToldPlan) and told.options is options
-    assert told.digest == proven.digest == digest_of_plan(told.plan, "verify")
-    assert told.source.hashes == proven.source.hashes and len(told.source.shards) == len(wide_model())
+    received = plan_together(Two(1, text), {}, str(tmp_path / "model"), options, refuse)
+    assert isinstance(received, ReceivedPlan) and received.options is options
+    assert received.digest == proven.digest == digest_of_plan(received.plan, "verify")
+    assert received.source.hashes == proven.source.hashes and len(received.source.shards) == len(wide_model())
 
 
 def test_a_plan_that_the_first_has_not_sent_is_refused(source: Path, tmp_path: Path) -> None:
-    _, text = told_by_first(source, tmp_path / "model")
+    _, text = sent_by_first(source, tmp_path / "model")
     stranger = Two(1, text)
     stranger.secret = b"t" * 32
     with pytest.raises(CorruptError, match="the plan of rank 0 is not the one that it sent"):
@@ -103,3 +105,17 @@ def test_each_rank_has_a_report_and_one_has_read_the_source(source: Path, tmp_pa
         if not notes:
             files = [{name: file[name] for name in ("name", "nbytes")} for file in first["output"]["files"]]
             assert other["output"]["files"] == files
+
+
+@pytest.mark.parametrize("change", [lambda path: os.utime(path, ns=(0, 0)), os.unlink], ids=["another", "missing"])
+def test_a_rank_that_sees_another_file_than_the_first_names_it(
+    source: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    _, sent = sent_by_first(source, tmp_path / "out")
+    received = plan_together(Two(1, sent), {}, str(tmp_path / "out"), GatherOptions(), refuse)
+    change(source / "rank_1_state.pth")
+    table, into = received.source.records, memoryview(bytearray(1 << 20))
+    with closing(open_source(received.source)) as files, pytest.raises(XrankError) as caught:
+        for record in range(len(table)):
+            files.fetch(record, 0, min(len(into), int(table.nbytes[record])), into)
+    assert caught.value.file == str(source / "rank_1_state.pth"), caught.value

@@ -20,7 +20,7 @@ from xrank.storage.places import digest_plain_file
 from xrank.storage.staging import check_output, output_file_nbytes, read_output_manifest
 
 if TYPE_CHECKING:
-    from xrank.commands.shared_plan import ToldPlan
+    from xrank.commands.shared_plan import ReceivedPlan
     from xrank.recipes.reshard_plan import Reshard
 
 
@@ -32,7 +32,7 @@ def identify_output(plan_digest: str, small_files: Mapping[str, str]) -> str:
     return state.hexdigest()
 
 
-def find_earlier(planned: FolderPlan | Reshard | ToldPlan, out: str, team: Team) -> tuple[FileFacts, ...] | None:
+def find_earlier(planned: FolderPlan | Reshard | ReceivedPlan, out: str, team: Team) -> tuple[FileFacts, ...] | None:
     """Return the weights' files of an output that this plan has made, none on other ranks than the first.
 
     None: there is no such output. Sizes are compared with the manifest, contents are not read: `xrank verify` does.

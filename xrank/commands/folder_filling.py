@@ -41,12 +41,12 @@ from xrank.storage.staging import check_store_writer, open_stage, settle_output
 from xrank.storage.url import is_url
 
 if TYPE_CHECKING:
-    from xrank.commands.shared_plan import ToldPlan
+    from xrank.commands.shared_plan import ReceivedPlan
     from xrank.recipes.reshard_plan import Reshard
 
 
 def make_output(
-    planned: FolderPlan | Reshard | ToldPlan,
+    planned: FolderPlan | Reshard | ReceivedPlan,
     source: OpenSource,
     out: str,
     progress: Callable[[int, int], None] | None,
@@ -148,7 +148,7 @@ def _write_lists(
 
 
 def make_once(
-    planned: FolderPlan | Reshard | ToldPlan, out: str, progress: Callable[[int, int], None] | None, team: Team
+    planned: FolderPlan | Reshard | ReceivedPlan, out: str, progress: Callable[[int, int], None] | None, team: Team
 ) -> WrittenOutput:
     """Return the output that the same command has made, after the rest of that run's work; else make it of files."""
     found = None if planned.options.overwrite else find_earlier(planned, out, team)

@@ -31,7 +31,7 @@ from xrank.storage.url import clean_path, is_url, split_url
 if TYPE_CHECKING:
     import torch
 
-    from xrank.commands.shared_plan import ToldPlan
+    from xrank.commands.shared_plan import ReceivedPlan
 
 
 class Push(Struct, frozen=True):
@@ -225,7 +225,7 @@ def gather_checkpoint(
 
     started = time.monotonic()
     with team.together():
-        agreed: FolderPlan | ToldPlan
+        agreed: FolderPlan | ReceivedPlan
         if team.size == 1:
             agreed = prove((0, 1))
         else:

@@ -43,7 +43,7 @@ class _Source(Struct, frozen=True, eq=False):
     hashes: tuple[RecordedHash, ...]
 
 
-class _Told(Struct, frozen=True, eq=False):
+class _SentPlan(Struct, frozen=True, eq=False):
     """A plan as the first rank sends it."""
 
     source: _Source
@@ -53,7 +53,7 @@ class _Told(Struct, frozen=True, eq=False):
     """The report before anything is written, by `report_text`."""
 
 
-class ToldPlan(Struct, frozen=True, eq=False):
+class ReceivedPlan(Struct, frozen=True, eq=False):
     """A plan that the first rank has proven, in the place of a `FolderPlan` on the others."""
 
     plan: Plan
@@ -91,7 +91,7 @@ def plan_together(
     out: str,
     options: GatherOptions,
     prove: Callable[[tuple[int, int]], FolderPlan],
-) -> FolderPlan | ToldPlan:
+) -> FolderPlan | ReceivedPlan:
     """Return the plan of all ranks, proven by the first, or raise its error on all of them.
 
     `asked` has the arguments that decide what is planned, which must be the same on all ranks. `prove` gets this rank's
@@ -106,23 +106,23 @@ def plan_together(
         if any(code == _BESIDE for code, _ in planned.notes):
             return ""
         report = folder_report("gather", planned, WrittenOutput(()), out, 0.0)
-        return _seal(team.secret, _tell(planned, report_text(report)))
+        return _seal(team.secret, _encode_plan(planned, report_text(report)))
 
     digest = xxhash.xxh3_128_hexdigest(repr(sorted(asked.items())).encode("utf-8", "surrogateescape"))
-    _, told = team.agree("the plan", lambda: None, lambda _: digest, decide)
-    if not told:
+    _, sent = team.agree("the plan", lambda: None, lambda _: digest, decide)
+    if not sent:
         own, _ = team.agree(
             "the comparison", lambda: proven[0] if proven else prove(place), lambda plan: plan.digest, team.check_plans
         )
         return own
-    return proven[0] if proven else _read(_unseal(team.secret, told), options)
+    return proven[0] if proven else _decode_plan(_unseal(team.secret, sent), options)
 
 
-def _tell(planned: FolderPlan, report: str) -> bytes:
+def _encode_plan(planned: FolderPlan, report: str) -> bytes:
     source = planned.plan.source
     parts = {name: getattr(source, name) for name in _Source.__struct_fields__}
     whole = _Source(**parts | {"hashes": planned.source.hashes})
-    return msgspec.msgpack.encode(_Told(whole, planned.plan.files, planned.digest, report), enc_hook=_array_parts)
+    return msgspec.msgpack.encode(_SentPlan(whole, planned.plan.files, planned.digest, report), enc_hook=_array_parts)
 
 
 def _array_parts(value: object) -> tuple[str, tuple[int, ...], bytes]:
@@ -130,7 +130,7 @@ def _array_parts(value: object) -> tuple[str, tuple[int, ...], bytes]:
     return value.dtype.str, value.shape, value.tobytes()
 
 
-def _read(data: bytes, options: GatherOptions) -> ToldPlan:
+def _decode_plan(data: bytes, options: GatherOptions) -> ReceivedPlan:
     known: dict[tuple[str, tuple[int, ...], bytes], Any] = {}
 
     def make_array(_: object, parts: Sequence[Any]) -> Any:
@@ -140,8 +140,8 @@ def _read(data: bytes, options: GatherOptions) -> ToldPlan:
             known[key] = np.frombuffer(parts[2], parts[0]).reshape(parts[1])
         return known[key]
 
-    told = msgspec.msgpack.decode(data, type=_Told, dec_hook=make_array)
-    return ToldPlan(Plan(StoredModel(**asdict(told.source)), told.files), told.digest, options, told.report)
+    sent = msgspec.msgpack.decode(data, type=_SentPlan, dec_hook=make_array)
+    return ReceivedPlan(Plan(StoredModel(**asdict(sent.source)), sent.files), sent.digest, options, sent.report)
 
 
 def _seal(secret: bytes, data: bytes) -> str:
