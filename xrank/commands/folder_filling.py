@@ -63,6 +63,10 @@ def make_output(
     windows = None if options.sign is None else FileHashes()
     transforms = planned.transforms if isinstance(planned, FolderPlan) else None
     work = Work(planned.plan, source, options.budget, options.replicas, holder, transforms, windows)
+    if transforms is not None:
+        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
+
+        work = replace(work, make_transformed=make_transformed)
     with hash_beside(planned.source.hashes, team) as finish_hashes:
         if not team.is_first:
             from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module

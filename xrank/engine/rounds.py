@@ -284,6 +284,8 @@ class Work(Struct, frozen=True, eq=False):
     """Outputs of a caller's function on a live model's tensors; they are in separate files."""
     file_hashes: FileHashes | None = None
     """Hashes the files that this rank writes alone, for a signature."""
+    make_transformed: Callable[..., Outcome] | None = None
+    """`xrank.engine.transformed_files.make_transformed`, if there are transforms."""
 
     def split_files(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
         """Split files by index into copied and transformed ones."""
@@ -383,9 +385,8 @@ def make_files(
             progress=progress,
         )
     if last:
-        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
-
-        outcome.files |= make_transformed(team, work, last, outputs, what=what).files
+        assert work.make_transformed is not None, "transforms without their maker"
+        outcome.files |= work.make_transformed(team, work, last, outputs, what=what).files
     return outcome
 
 

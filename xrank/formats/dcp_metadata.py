@@ -7,7 +7,6 @@ pieces: their objects become rows of arrays as soon as the tensor, or the batch 
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import struct
@@ -39,6 +38,7 @@ from xrank.formats.pickles import (
 from xrank.formats.torch_archive import build_size
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, open_regular, quote, refuse_pointer
+from xrank.system import pause_collection
 
 MAX_METADATA_NBYTES = 1 << 32
 """Largest ``.metadata`` that is read, in bytes; a piece of a tensor takes about 200."""
@@ -104,23 +104,19 @@ def read_metadata(path: str) -> DcpMetadata:
             raise origin.corrupt("is not a whole pickle", want="the pickled metadata of a checkpoint")
         status = file.status
         # The search for cycles among millions of objects without any would double the time.
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with pause_collection():
             try:
-                reader = _MetadataReader(file.read(0, file.nbytes), origin)
-                value = reader.read()
-            except WrongRunError:
-                reader = _MetadataReader(file.read(0, file.nbytes), origin, takes_runs=False)
-                value = reader.read()
-            return reader.make_metadata(value, path, status)
-        except XrankError:
-            raise
-        except (ValueError, TypeError, OverflowError) as error:
-            raise origin.corrupt("the metadata is damaged", got=f"{type(error).__name__}: {error}") from error
-        finally:
-            if was_enabled:
-                gc.enable()
+                try:
+                    reader = _MetadataReader(file.read(0, file.nbytes), origin)
+                    value = reader.read()
+                except WrongRunError:
+                    reader = _MetadataReader(file.read(0, file.nbytes), origin, takes_runs=False)
+                    value = reader.read()
+                return reader.make_metadata(value, path, status)
+            except XrankError:
+                raise
+            except (ValueError, TypeError, OverflowError) as error:
+                raise origin.corrupt("the metadata is damaged", got=f"{type(error).__name__}: {error}") from error
 
 
 # ---- runs of pieces and of their places
