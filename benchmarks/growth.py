@@ -102,7 +102,7 @@ assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for n
 
 @dataclass(frozen=True)
 class Run:
-    """What a process took: seconds, seconds of processors, and MB at most."""
+    """Wall time and processor time of a process in seconds, and its peak memory in MB."""
 
     seconds: float
     processor: float
@@ -234,7 +234,7 @@ _STYLE = """text{font:12px system-ui,sans-serif;fill:#57606a}.title{font-weight:
 .axis{stroke:#8c959f}.grid{stroke:#8c959f;stroke-opacity:.25}.line{stroke:#0072b2;stroke-width:2}.point{fill:#d55e00}
 @media (prefers-color-scheme:dark){text{fill:#9198a1}.title{fill:#e6edf3}.line{stroke:#56b4e9}.point{fill:#e69f00}}"""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 290, 260, 44, 44, 46
-"""Of a panel, and of the room around its axes."""
+"""Sizes of a panel, and of the margins around its axes, in pixels."""
 
 
 def _draw(lines: Sequence[Line]) -> str:

@@ -88,7 +88,7 @@ class SparseFile:
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered bytes."""
         self._file.flush()
 
     def close(self) -> None:

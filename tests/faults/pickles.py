@@ -112,7 +112,7 @@ def fuzz_pickles(folder: Path, seed: int, count: int) -> Findings:
             findings.report(f"{example.split()[2]} does {event.split()[0]}", f"{example}: {event}")
         watch.seen.clear()
 
-    # What the readers import when they first need it is no finding: the first inputs are fed without the watch, too.
+    # Readers import some modules at first use. So the first inputs are read once before imports are watched.
     feed_targets(targets, seed, min(count, _WARM_COUNT), Findings())
     watch.is_on = True
     feed_targets(targets, seed, count, findings, slow_seconds=3.0, after=check)

@@ -16,7 +16,7 @@ from xrank.ranks.store import GroupStore, Launch, LocalStore, connect_launched_r
 from xrank.ranks.tcp_store import StoreServer, TcpStore
 
 VALID = struct.pack("<BI", 0, 0x3C85F7CE)
-"""What a rank sends first."""
+"""The first request of a rank's connection."""
 
 
 def tcp_server():

@@ -33,7 +33,7 @@ _BESIDE = "also-here"
 
 
 class _Source(Struct, frozen=True, eq=False):
-    """What ranks that do not plan need of a stored model, under its names."""
+    """The fields of a `StoredModel` that the other ranks need to write their share."""
 
     format: str
     path: str
@@ -94,8 +94,8 @@ def plan_together(
 ) -> FolderPlan | ReceivedPlan:
     """Return the plan of all ranks, proven by the first, or raise its error on all of them.
 
-    `asked` has the arguments that decide what is planned, which must be the same on all ranks. `prove` gets this rank's
-    share of a comparison, as `read_best`: only if there is one, every rank proves.
+    `asked` are the arguments that determine the plan; they must be equal on all ranks. `prove` takes a rank's share of
+    a comparison with another form of the model, as in `read_best`. If there is such a form, every rank proves.
     """
     place = team.position, team.size
     proven: list[FolderPlan] = []

@@ -39,7 +39,7 @@ _WRITEBACK_NBYTES = 8 << 20
 SMALLEST_SHARED_NBYTES = 64 << 10
 """Smallest shared piece; a shorter one is written faster than shared."""
 _SHORT_NBYTES = 16 << 10
-"""Longest stretch of a file that is read together with its neighbours, and then copied to its place."""
+"""Longest stretch of a file that is read together with its neighbors, and then copied to its place."""
 _GAP_NBYTES = 4 << 10
 """Gaps up to this size between short stretches are read through."""
 _WRITE_NBYTES = 128 << 10
@@ -99,9 +99,9 @@ class Stretches(NamedTuple):
 
 
 def read_stretches(source: Source, stretches: Stretches, window: memoryview, staging: memoryview) -> None:
-    """Fill the places of stretches; neighbours in one file are read together, by way of the staging buffer."""
+    """Fill the places of stretches; neighbors in one file are read together, by way of the staging buffer."""
     if isinstance(source, FileSource):
-        stretches = source.read_neighbours(stretches, window, staging)
+        stretches = source.read_neighbors(stretches, window, staging)
     for record, start, place, nbytes in zip(*(column.tolist() for column in stretches), strict=True):
         source.read_into(record, start, window[place : place + nbytes])
 
@@ -159,7 +159,7 @@ class FileSource:
         self.read_into(record, start, data)
         return data
 
-    def read_neighbours(self, stretches: Stretches, window: memoryview, staging: memoryview) -> Stretches:
+    def read_neighbors(self, stretches: Stretches, window: memoryview, staging: memoryview) -> Stretches:
         """Read short stretches that lie close together in a file; return the others."""
         longest = min(_SHORT_NBYTES, len(staging) // 2)
         file, offset = self._records.file[stretches.record], self._records.offset[stretches.record] + stretches.start

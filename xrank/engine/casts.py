@@ -152,8 +152,8 @@ def copy_cast(
             return
         kind, signed, mask = _EXPONENT[target_dtype]
         bits = _view_strided(target, np.dtype(kind), target_offset, loops, 2)
-        # All exponent bits set is infinity or NaN. As integers they are the largest of their sign: two looks without
-        # memory of their own show that there is none, as nearly always.
+        # Infinity and NaN have all exponent bits set. As integers they are the largest of their sign, so two maxima,
+        # which need no memory, mostly show that there is none.
         if bits.max() < (1 << 8 * bits.itemsize - 1 | mask) and bits.view(signed).max() < mask:
             return
         # A finite source there was too large.

@@ -5,20 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from xrank.errors import XrankError
 from xrank.formats.pickles import inert_error
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.formats.torch_archive import ArchivedTensor, open_item, read_archive_in, read_members
+from xrank.layout.nest_table import IntArray
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, RegularFile, quote, refuse_pointer
 
-IntArray: TypeAlias = npt.NDArray[np.int64]
 _KEY = "DCP_SHARDING_INFO"
 
 

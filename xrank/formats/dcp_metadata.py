@@ -20,7 +20,6 @@ import numpy as np
 from msgspec import Struct
 
 from xrank.errors import XrankError
-from xrank.formats.dcp_items import IntArray
 from xrank.formats.pickles import (
     OPCODE_LENGTHS,
     PLAIN_BUILDERS,
@@ -36,6 +35,7 @@ from xrank.formats.pickles import (
     measure_opcode,
 )
 from xrank.formats.torch_archive import build_size
+from xrank.layout.nest_table import IntArray
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, open_regular, quote, refuse_pointer
 from xrank.system import pause_collection

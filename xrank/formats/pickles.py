@@ -917,7 +917,7 @@ class Pickled(Struct, frozen=True):
     foreign: Mapping[tuple[str, str], int]
     """(Module, name) of each class or function that frameworks do not write -> the byte that names it first."""
     own: tuple[object, ...] | None = None
-    """What this pickle has in the places of the value's `Blank`s; None if the value is of this pickle alone."""
+    """This pickle's own number or text for each `Blank` in the value; None if no other pickle shares the value."""
     key: object = None
     """The key of the family's first pickle."""
 

@@ -33,10 +33,10 @@ from xrank.formats.pickles import (
     PickleFamilies,
     read_pickle,
 )
+from xrank.layout.nest_table import IntArray, int_array
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
 
-IntArray: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _TAIL_NBYTES = 1 << 16
@@ -47,7 +47,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")  # 4.3.14
 _LOCATOR64 = struct.Struct("<4sLQL")  # 4.3.15
 _ENTRY = struct.Struct("<4s6H3L5H2L")  # 4.3.12
 _ENTRY_LENGTHS = struct.Struct("<4s24x3H12x")
-"""Of an entry: its signature, and the bytes of its name, its extra field and its comment."""
+"""An entry's signature, and the lengths in bytes of its name, extra field and comment."""
 _LOCAL = struct.Struct("<4s5H3L2H")  # 4.3.7
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")  # 4.3.9; miniz always signs it
 
@@ -82,7 +82,7 @@ _GAP_NBYTES = 8 << 10
 _BLOCK_NBYTES = 1 << 20
 """Bytes that are read before the headers in them are taken out."""
 _MOST_READS = 1000
-"""Reads of local headers that are made without need."""
+"""Most reads of local headers in an archive with checksums; beyond it, the directory shows where payloads lie."""
 _MOST_NBYTES = 1 << 61
 """A larger number in a zip is taken for this one, which is beyond every archive; sums of two do not overflow."""
 
@@ -393,11 +393,6 @@ def _read_headers(item: ItemBytes, entries: _Entries, end: int, reads: _Reads) -
         behind = span_indices(at + _LOCAL.size, name_nbytes[own])
         names[span_indices(name_starts[own], name_nbytes[own])] = data[behind]
     return heads, names
-
-
-def int_array(values: Iterable[int]) -> IntArray:
-    """Return integers as an array."""
-    return np.fromiter(values, np.int64)
 
 
 def span_indices(starts: IntArray, lengths: IntArray) -> IntArray:
@@ -827,9 +822,9 @@ class TorchArchive(Struct, frozen=True):
     foreign: Mapping[tuple[str, str], int]
     """Classes and functions in the pickle that frameworks do not write (`xrank.formats.pickles`)."""
     own: tuple[object, ...] | None = None
-    """What this archive has in the places of `Blank`s in the value, which is that of others too; None: of this alone.
+    """This archive's own number or text for each `Blank` in the value; None if no other archive shares the value.
 
-    Their records have the same keys and sizes.
+    Archives that share a value have records of the same keys and sizes.
     """
 
 
