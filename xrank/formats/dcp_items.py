@@ -12,8 +12,7 @@ from msgspec import Struct
 from xrank.errors import XrankError
 from xrank.formats.pickles import inert_error
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
-from xrank.formats.torch_archive import ArchivedTensor, open_item, read_archive_in, read_members
-from xrank.layout.nest_table import IntArray
+from xrank.formats.torch_archive import ArchivedTensor, IntArray, open_item, read_archive_in, read_members
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, RegularFile, quote, refuse_pointer
 

@@ -34,8 +34,7 @@ from xrank.formats.pickles import (
     is_known,
     measure_opcode,
 )
-from xrank.formats.torch_archive import build_size
-from xrank.layout.nest_table import IntArray
+from xrank.formats.torch_archive import IntArray, build_size
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, open_regular, quote, refuse_pointer
 from xrank.system import pause_collection

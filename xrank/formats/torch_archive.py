@@ -33,10 +33,10 @@ from xrank.formats.pickles import (
     PickleFamilies,
     read_pickle,
 )
-from xrank.layout.nest_table import IntArray, int_array
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _TAIL_NBYTES = 1 << 16
@@ -600,7 +600,7 @@ class ArchiveRecords(Mapping[str, ArchiveRecord]):
     def __init__(self, members: ZipMembers, prefix: str, start: int) -> None:
         named = [(name[len(prefix) :], row) for name, row in members.rows.items() if name.startswith(prefix)]
         self._rows = {key: row for row, (key, _) in enumerate(named)}
-        rows = int_array(row for _, row in named)
+        rows = np.fromiter((row for _, row in named), np.int64, len(named))
         self.offset, self.nbytes, self.crc32 = members.offset[rows] + start, members.nbytes[rows], members.crc32[rows]
 
     def __getitem__(self, key: str) -> ArchiveRecord:
