@@ -15,6 +15,7 @@ from xrank.engine.executor import Budget
 from xrank.engine.replicas import ReplicaChoice
 from xrank.errors import UsageError, option
 from xrank.layout.tensor_name import compile_pattern
+from xrank.recipes.schemes import find_scheme
 from xrank.system import count_cores
 from xrank.words import repr_text
 
@@ -83,6 +84,12 @@ class GatherOptions(Struct, frozen=True):
     """Whether to add a signed statement about the origin of the output."""
     strict_pickles: bool = False
     """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
+    quantize: str | None = None
+    """Name of the quantization scheme of the output, such as ``"FP8_BLOCK"``."""
+    quantize_ignore: Sequence[str] = ()
+    """Regular expressions of modules that are not quantized, besides embeddings, norms, heads, routers and towers."""
+    dialect: str | None = None
+    """Tool whose form the quantized folder has: ``"modelopt"``; None: llm-compressor, or DeepSeek by the scheme."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> GatherOptions:
@@ -97,12 +104,12 @@ class GatherOptions(Struct, frozen=True):
             if value not in choices and (name, value) != ("adapter", None):
                 listed = ", ".join(choices)
                 raise wrong_value(name, value, f"one of {listed}", listed, step="give one of these values")
-        for name in ("keep_fp32", "include", "exclude"):
+        for name in ("keep_fp32", "include", "exclude", "quantize_ignore"):
             given = getattr(self, name)
             fill(name, (given,) if isinstance(given, str) else tuple(given))
             for pattern in getattr(self, name):
                 try:
-                    compile_pattern(pattern)
+                    compile_pattern(pattern.removeprefix("re:") if name == "quantize_ignore" else pattern)
                 except ValueError as error:
                     want = "a regular expression for whole names, as Python's re takes them"
                     step = f"correct the expression ({error}); escape what is meant literally"
@@ -115,6 +122,7 @@ class GatherOptions(Struct, frozen=True):
                 want=f"{dtype} with it",
                 next_step=f"choose with {dtype} what others are cast to: base, bf16, fp16 or fp32; or leave {keep} out",
             )
+        self._check_quantization()
         if self.sign is not None:  # a key that cannot sign is refused now, not after the weights are written
             from xrank.formats.signature import read_signing_key
 
@@ -129,6 +137,21 @@ class GatherOptions(Struct, frozen=True):
             parse_size(getattr(self, name), name)
         if self.workers is not None and self.workers < 1:
             raise wrong_value("workers", self.workers, "1 or more", step="give such a number, or leave it out")
+
+    def _check_quantization(self) -> None:
+        if self.dialect not in (None, "modelopt"):
+            raise wrong_value("dialect", self.dialect, "modelopt", step="give this value, or leave it out")
+        if self.quantize is not None:
+            find_scheme(self.quantize, self.dialect)
+            return
+        for name in ("quantize_ignore", "dialect"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"{option(name)} was given, but nothing is quantized",
+                    got=option(name),
+                    want=f"{option('quantize')} with it",
+                    next_step=f"choose a scheme with {option('quantize')}, or leave {option(name)} out",
+                )
 
     def leaves_out(self, name: str) -> bool:
         """Return whether `include` or `exclude` leaves out a tensor of that name."""
