@@ -78,7 +78,8 @@ $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'
 	@$(PYTHON) -m venv $(ORACLE_VENV)
 	@$(ORACLE_VENV)/bin/python -m pip install --quiet -c .ci/oracle-constraints.txt -e '.[oracle]'
-	@$(ORACLE_VENV)/bin/python -m pip install --quiet --no-deps -c .ci/oracle-constraints.txt torchtitan spmd_types tyro docstring_parser mooncake-transfer-engine-non-cuda
+	@$(ORACLE_VENV)/bin/python -m pip install --quiet --no-deps -c .ci/oracle-constraints.txt torchtitan spmd_types tyro docstring_parser mooncake-transfer-engine-non-cuda \
+	  llmcompressor compressed-tensors loguru
 	@touch $@
 
 # Other programs' warnings are not ours to fix.
