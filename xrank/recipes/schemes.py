@@ -1,71 +1,160 @@
-"""Quantization schemes: which tensors of a model are quantized, and what its config records about them.
+"""Quantization schemes: which tensors of a model are quantized, and what the config files record about them.
 
-The decision needs names, dtypes and shapes only. `xrank.engine.encodings` has the arithmetic.
+The decision needs names, dtypes and shapes only; `xrank.engine.encodings` has the arithmetic. What is quantized, what
+shares a scale and what config.json records is as llm-compressor's ``model_free_ptq`` decides it (0.14;
+llmcompressor/entrypoints/model_free), as DeepSeek-V3's own folder has it, or as ModelOpt's ``export_hf_checkpoint``
+writes it (0.47; modelopt/torch/export) for weights that are quantized without data.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-from xrank import dtypes
+from xrank.engine import encodings
+from xrank.engine.encodings import Encoding
 from xrank.errors import UsageError, option
 from xrank.layout.output_files import OutputTensor
-from xrank.words import repr_text
+from xrank.words import likewise_text, repr_text
 
 Dialect: TypeAlias = Literal["compressed-tensors", "deepseek", "modelopt"]
-"""The tools whose names, shapes and configuration a folder has."""
+"""The tool whose names of tensors and whose config a folder has."""
+
+_VERSIONS = {"compressed-tensors": "0.20.1", "modelopt": "0.47.0"}
+"""Versions of the tools whose folders these are like, which the config files record."""
 
 
 class Scheme(Struct, frozen=True):
-    """A way to quantize the matrices of a model without calibration."""
+    """A way to quantize the matrices of a model without data."""
 
     name: str
     """llm-compressor's name, such as ``"FP8_BLOCK"``."""
     dialect: Dialect = "compressed-tensors"
-    is_fused: bool = False
-    """Whether the matrices that an engine computes together, such as q, k and v, share a scale."""
+    format: str = ""
+    """compressed-tensors' ``format``, or ModelOpt's ``quant_algo``."""
+    weights: Mapping[str, Any] = {}
+    """compressed-tensors' arguments of weights."""
+    activations: Mapping[str, Any] | None = None
+    """compressed-tensors' arguments of activations; None: they are not quantized."""
+    fused: tuple[tuple[str, int], ...] = ()
+    """Sets of weights that share a global scale: a pattern whose first group is equal in a set, and the number of names
+    without which the set does not count."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are ignored besides `IGNORED`."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """The arithmetic."""
+        prefix = "MODELOPT_" if self.dialect == "modelopt" else ""
+        found: Encoding = getattr(encodings, prefix + self.name)
+        return found
 
 
-_SCHEMES = {
-    (each.name, each.dialect): each
-    for each in (
-        Scheme("FP8_DYNAMIC"),
-        Scheme("FP8_BLOCK"),
-        Scheme("W8A8"),
-        Scheme("W8A16"),
-        Scheme("W4A16"),
-        Scheme("NVFP4A16", is_fused=True),
-        Scheme("MXFP4A16"),
-        Scheme("MXFP8"),
-        Scheme("DEEPSEEK_FP8", "deepseek"),
-        Scheme("FP8", "modelopt", is_fused=True),
-        Scheme("NVFP4", "modelopt", is_fused=True),
-    )
-}
+def _arguments(num_bits: int, kind: str, strategy: str, group_size: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return compressed-tensors' QuantizationArgs as it writes them."""
+    known = {"num_bits": num_bits, "type": kind, "strategy": strategy, "group_size": group_size}
+    return {**known, "symmetric": True, "dynamic": False, **more}
+
+
+_FP8_TOKEN = _arguments(8, "float", "token", dynamic=True)
+_E8M0 = {"scale_dtype": "torch.uint8"}
+
+# llmcompressor/entrypoints/model_free/microscale.py: _DEFAULT_FUSED_MAPPINGS_LIST; experts' gate and up are apart.
+_FUSED = (
+    (r"(.*(?:attn|attention)\.)(?:q_proj|k_proj|v_proj)\.weight", 3),
+    (r"(.*(?:attn|attention)\.)(?:wq_a|wkv_a_with_mqa)\.weight", 2),
+    (r"(.*mlp\.)(?:gate_proj|up_proj)\.weight", 2),
+    (r"(.*)w[13]\.weight", 2),
+)
+# modelopt/torch/export/unified_export_hf.py: requantize_resmooth_fused_llm_layers fuses what shares an input.
+_MODELOPT_FUSED = (
+    (r"(.*\.)(?:q_proj|k_proj|v_proj|q_a_proj|kv_a_proj_with_mqa)\.weight", 1),
+    (r"(.*\.)(?:gate_proj|up_proj)\.weight", 1),
+    (r"(.*\.)w[13]\.weight", 1),
+    (r"(.*\.)in_proj_(?:qkv|z|a|b|qkvz|ba)\.weight", 1),
+)
+
+_SCHEMES = (
+    Scheme("FP8_DYNAMIC", "compressed-tensors", "float-quantized", _arguments(8, "float", "channel"), _FP8_TOKEN),
+    Scheme(
+        "FP8_BLOCK",
+        "compressed-tensors",
+        "float-quantized",
+        _arguments(8, "float", "block", block_structure=[128, 128]),
+        _arguments(8, "float", "group", 128, dynamic=True),
+    ),
+    Scheme(
+        "W8A8",
+        "compressed-tensors",
+        "int-quantized",
+        _arguments(8, "int", "channel"),
+        _arguments(8, "int", "token", dynamic=True),
+    ),
+    Scheme("W8A16", "compressed-tensors", "pack-quantized", _arguments(8, "int", "group", 128)),
+    Scheme("W4A16", "compressed-tensors", "pack-quantized", _arguments(4, "int", "group", 128)),
+    Scheme(
+        "NVFP4A16",
+        "compressed-tensors",
+        "nvfp4-pack-quantized",
+        _arguments(4, "float", "tensor_group", 16, scale_dtype="torch.float8_e4m3fn"),
+        fused=_FUSED,
+        # Engines compute both in one product, with one global scale, which these two do not share.
+        ignored=("re:.*[.](q_a_proj|kv_a_proj_with_mqa)$",),
+    ),
+    Scheme("MXFP4A16", "compressed-tensors", "mxfp4-pack-quantized", _arguments(4, "float", "group", 32, **_E8M0)),
+    Scheme(
+        "MXFP8",
+        "compressed-tensors",
+        "mxfp8-quantized",
+        _arguments(8, "float", "group", 32, **_E8M0),
+        _arguments(8, "float", "group", 32, dynamic=True, **_E8M0),
+    ),
+    Scheme("DEEPSEEK_FP8", "deepseek"),
+    # ModelOpt's FP8 and NVFP4 have scales of activations, which only data give; vLLM would compute with arbitrary ones.
+    Scheme("FP8", "modelopt", "FP8_PER_CHANNEL_PER_TOKEN"),
+    Scheme("NVFP4", "modelopt", "W4A16_NVFP4", fused=_MODELOPT_FUSED),
+)
 _CALIBRATED = re.compile("GPTQ|AWQ|SMOOTH|AUTOROUND|SPINQUANT|IMATRIX|^INT4|^FP8$|^NVFP4$|_STATIC")
 """Names of methods and schemes that need data."""
 
+
+def find_scheme(name: str, dialect: str | None = None) -> Scheme:
+    """Return the scheme of that name, in any case; `dialect` is ``"modelopt"`` or None.
+
+    Raises:
+        UsageError: there is no such scheme, or it needs data.
+
+    Example:
+        >>> find_scheme("fp8_block").format
+        'float-quantized'
+    """
+    wanted = name.upper().replace("-", "_")
+    known = {each.name: each for each in _SCHEMES if (each.dialect == "modelopt") == (dialect == "modelopt")}
+    if wanted in known:
+        return known[wanted]
+    step = f"choose with {option('quantize')} one of these"
+    if _CALIBRATED.search(wanted):
+        step = f"{step}; or gather without {option('quantize')}, then let llm-compressor calibrate and quantize"
+    problem = f"there is no scheme {repr_text(name, 40)} that quantizes without data"
+    raise UsageError(problem, got=repr_text(name, 40), want=f"one of {', '.join(known)}", next_step=step)
+
+
 IGNORED = (
     "re:.*embed.*",
+    "re:(.*[.])?(wte|wpe|shared|relative_attention_bias)$",
     "re:.*norm.*",
-    "re:.*(lm_head|shared_head).*",
-    "re:.*[.](gate|router|shared_expert_gate)([.].*)?$",
+    "re:.*(lm_head|shared_head|eh_proj).*",
+    "re:(.*[.])?(score|classifier|gate|router|shared_expert_gate)([.].*)?$",
     "re:.*conv1d.*",
     "re:.*(vision|visual|audio|projector|connector).*",
 )
-"""Modules that llm-compressor's examples ignore: embeddings, norms, heads, routers, and the towers of other inputs."""
-
-_FUSED = (
-    (r"(.*(?:attn|attention))\.(?:q_proj|k_proj|v_proj)\.weight", 3),
-    (r"(.*(?:attn|attention))\.(?:wq_a|wkv_a_with_mqa)\.weight", 2),
-    (r"(.*mlp)\.(?:gate_proj|up_proj)\.weight", 2),
-    (r"(.*)w[13]\.weight", 2),
-)
-"""Names that share a global scale if their group is the same, and the number of names of a whole set."""
+"""Modules that are never quantized, as llm-compressor's examples ignore them: embeddings, norms, heads and what leads
+to the heads of speculative layers, routers, and the towers of other inputs with their projectors. In config.json also
+where a model has no such module: a tied head has no tensor, and loaders still ask whether it is quantized."""
 
 
 class Quantizing(Struct, frozen=True):
@@ -74,64 +163,212 @@ class Quantizing(Struct, frozen=True):
     scheme: Scheme
     groups: tuple[tuple[str, ...], ...]
     """The tensors to quantize; those of one group share a global scale, and groups of one share none."""
+    patterns: tuple[str, ...]
+    """What is ignored, as llm-compressor takes it: names of modules, and ``re:`` with the beginning of a name."""
     ignored: tuple[str, ...]
-    """Modules with a matrix that stays in floating point."""
-    config: Mapping[str, Any]
-    """``quantization_config`` of config.json."""
+    """The modules with a matrix that stays in floating point."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``quantization_config`` of config.json, as the tool writes it."""
+        scheme = self.scheme
+        if scheme.dialect == "deepseek":
+            # As in DeepSeek-V3's own; transformers and vLLM take modules by their names.
+            known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            return {**known, "weight_block_size": [128, 128], "modules_to_not_convert": self._names_with_head()}
+        if scheme.dialect == "modelopt":
+            details = self._details
+            weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+            # modelopt/torch/export/convert_hf_config.py has groups for FP4 only
+            groups = {"config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}}
+            return {
+                **(groups if "group_size" in details else {}),
+                "ignore": details["exclude_modules"],
+                "quant_algo": scheme.format,
+                "producer": _PRODUCER,
+                "quant_method": "modelopt",
+            }
+        group = {
+            "format": scheme.format,
+            "input_activations": scheme.activations,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": scheme.weights,
+        }
+        return {
+            "config_groups": {scheme.name: group},
+            "format": scheme.format,
+            "global_compression_ratio": None,
+            "ignore": list(self.patterns),
+            "kv_cache_scheme": None,
+            "moe_sparsity_config": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "transform_config": {},
+            "version": _VERSIONS["compressed-tensors"],
+        }
+
+    @property
+    def _details(self) -> dict[str, Any]:
+        """``quantization`` of ModelOpt's hf_quant_config.json."""
+        sizes = {"group_size": 16} if self.scheme.name == "NVFP4" else {}
+        excluded = _summarize(self._names_with_head(), {_module(name) for names in self.groups for name in names})
+        return {"quant_algo": self.scheme.format, "kv_cache_quant_algo": None, **sizes, "exclude_modules": excluded}
+
+    def _names_with_head(self) -> list[str]:
+        """Return the ignored modules, and a tied head, which has no tensor."""
+        has_head = any(name.endswith("lm_head") for name in self.ignored)
+        return [*self.ignored, *(() if has_head else ("lm_head",))]
+
+    def texts(self, config: Mapping[str, Any] | None) -> dict[str, str]:
+        """Return the text of each config file; `config` is the model's config.json, None if it has none."""
+        texts = {}
+        if config is not None:
+            merged = {**config, "quantization_config": self.config}
+            texts["config.json"] = json.dumps(merged, indent=2, sort_keys=True) + "\n"
+        if self.scheme.dialect == "modelopt":
+            details = {"producer": _PRODUCER, "quantization": self._details}
+            texts["hf_quant_config.json"] = json.dumps(details, indent=4)
+        return texts
 
 
-def find_scheme(name: str, dialect: str | None = None) -> Scheme:
-    """Return the scheme of that name, in any case; `dialect` is ``"modelopt"`` or None.
-
-    Raises:
-        UsageError: there is no such scheme, or it needs calibration.
-    """
-    wanted = name.upper().replace("-", "_")
-    known = {each.name: each for each in _SCHEMES.values() if (each.dialect == "modelopt") == (dialect == "modelopt")}
-    if wanted in known:
-        return known[wanted]
-    listed = ", ".join(known)
-    step = f"choose with {option('quantize')} one of these"
-    if _CALIBRATED.search(wanted):
-        step = f"{step}; or gather without {option('quantize')}, then let llm-compressor calibrate and quantize"
-    problem = f"there is no scheme {repr_text(name, 40)} that quantizes without calibration"
-    raise UsageError(problem, got=repr_text(name, 40), want=f"one of {listed}", next_step=step)
+_PRODUCER = {"name": "modelopt", "version": _VERSIONS["modelopt"]}
 
 
-def plan_quantization(scheme: Scheme, outputs: Sequence[OutputTensor], ignore: Iterable[str] = ()) -> Quantizing:
-    """Decide which tensors of a model are quantized.
+def plan_quantization(
+    scheme: Scheme, outputs: Sequence[OutputTensor], ignore: Iterable[str] = (), model_type: object = None
+) -> Quantizing:
+    """Decide which tensors of a model are quantized: the matrices named ``weight`` of modules that are not ignored.
 
     Args:
         scheme: the scheme.
         outputs: the tensors as they would be written without quantization.
-        ignore: modules to leave in floating point, besides `IGNORED`: regular expressions for their whole names, or
-            llm-compressor's ``re:`` patterns, which match the beginning of a name.
+        ignore: modules to leave in floating point, besides `IGNORED`: their names, regular expressions for whole names,
+            or llm-compressor's ``re:`` with a regular expression for the beginning of a name.
+        model_type: that of config.json.
+
+    Raises:
+        UsageError: a weight's shape or type does not fit the scheme, an expression matches no module, or nothing is
+            left to quantize.
     """
-    patterns = [*IGNORED, *ignore]
-    compiled = [_compile(pattern) for pattern in patterns]
-    names, ignored = list[str](), list[str]()
+    if model_type in _CONV1D:
+        problem = f"the matrices of {model_type} are [in, out], which no engine reads quantized"
+        raise UsageError(problem, got=f"model_type {model_type}", next_step=f"gather without {option('quantize')}")
+    given = [each if each.startswith("re:") or not _METACHARACTERS.search(each) else _anchor(each) for each in ignore]
+    patterns = tuple(dict.fromkeys((*IGNORED, *scheme.ignored, *given)))
+    _check_matches(given, outputs)
+    names, ignored, misfits = list[str](), list[str](), dict[str, str]()
     for output in outputs:
         module, _, last = output.name.rpartition(".")
-        if last != "weight" or len(output.shape) != 2 or not _is_plain(output.dtype):
+        if last not in ("weight", *STACKS) or len(output.shape) < 2 or output.dtype not in _PLAIN:
             continue
-        is_ignored = any(pattern.match(module) for pattern in compiled)
-        (ignored if is_ignored else names).append(module if is_ignored else output.name)
-    return Quantizing(scheme, _find_groups(scheme, names), tuple(ignored), {"ignore": patterns})
+        if module.endswith("norm") or _is_ignored(module, patterns):
+            ignored.append(module)
+        elif (misfit := _find_misfit(scheme, output)) is None:
+            names.append(output.name)
+        else:
+            misfits[output.name] = misfit
+    if misfits:
+        raise _misfit_error(scheme, misfits)
+    if not names:
+        got = f"{len(ignored):,} modules with matrices, all of them ignored"
+        step = f"give {option('quantize_ignore')} fewer modules, or gather without {option('quantize')}"
+        raise UsageError("no tensor is left to quantize", got=got, want="matrices named weight", next_step=step)
+    groups = _find_groups(scheme, names, [output.name for output in outputs])
+    return Quantizing(scheme, groups, patterns, tuple(dict.fromkeys(ignored)))
 
 
-def _is_plain(dtype: str) -> bool:
-    kind = dtypes.dtype(dtype)
-    return kind.is_float and kind.nbytes > 1
+STACKS = ("gate_up_proj", "down_proj")
+"""Names of the parameters with all experts of a layer."""
+_PLAIN = ("BF16", "F16", "F32")
+_METACHARACTERS = re.compile(r"[\\^$*+?{}\[\]|()]")
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Model types with transformers' Conv1D in the place of Linear."""
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else f"(?:{pattern})\\Z")
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
-def _find_groups(scheme: Scheme, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _anchor(pattern: str) -> str:
+    """Return a regular expression for whole names as llm-compressor's ``re:``."""
+    return f"re:(?:{pattern})$" if "|" in pattern else f"re:{pattern.removesuffix('$')}$"
+
+
+def _matches(module: str, pattern: str) -> bool:
+    """compressed_tensors/utils/match.py: match_name."""
+    return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
+
+
+def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
+    return any(_matches(module, pattern) for pattern in patterns)
+
+
+def _check_matches(given: Iterable[str], outputs: Sequence[OutputTensor]) -> None:
+    modules = {_module(output.name) for output in outputs}
+    for pattern in given:
+        # Other models may have what is ignored anyway, and scripts name it for all of them.
+        if not any(_matches(each, pattern) for each in modules) and not _is_ignored(
+            pattern.removeprefix("re:"), IGNORED
+        ):
+            example = _module(next((each.name for each in outputs if each.name.endswith(".weight")), "a.weight"))
+            raise UsageError(
+                f"{option('quantize_ignore')}: {pattern!r} matches no module",
+                got=pattern,
+                want=f"a name of a module, such as {example}, or a regular expression for whole names",
+                next_step="xrank inspect --tensors lists the names; a module's is a tensor's without .weight",
+            )
+
+
+def _find_misfit(scheme: Scheme, output: OutputTensor) -> str | None:
+    is_matrix = len(output.shape) == 2
+    return scheme.encoding.misfit(output.shape) if is_matrix else f"shape {list(output.shape)}, not a matrix"
+
+
+def _misfit_error(scheme: Scheme, misfits: Mapping[str, str]) -> UsageError:
+    name, misfit = next(iter(misfits.items()))
+    ends = dict.fromkeys(_module(each).rpartition(".")[2] for each in misfits)
+    step = " and ".join(option("quantize_ignore", f".*{end}") for end in list(ends)[:3])
+    return UsageError(
+        f"{name} does not fit {scheme.name}{likewise_text([*misfits][1:], 3)}",
+        tensor=name,
+        got=misfit,
+        want=f"shapes that {scheme.name} divides",
+        next_step=f"keep it in floating point with {step}",
+    )
+
+
+def _find_groups(scheme: Scheme, names: Sequence[str], known: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names to quantize in groups that share a global scale; a set counts if all its names are `known`."""
+    sets: dict[tuple[int, str], list[str]] = {}
+    for name in known:
+        for number, (pattern, _) in enumerate(scheme.fused):
+            if (match := re.fullmatch(pattern, name)) is not None:
+                sets.setdefault((number, match[1]), []).append(name)
+                break
+    keys = {name: key for key, each in sets.items() if len(each) >= scheme.fused[key[0]][1] for name in each}
     groups: dict[tuple[int, str], list[str]] = {}
     for name in names:
-        found = ((index, re.fullmatch(pattern, name)) for index, (pattern, _) in enumerate(_FUSED))
-        key = next(((index, match[1]) for index, match in found if match is not None), (-1, name))
-        groups.setdefault(key if scheme.is_fused else (-1, name), []).append(name)
+        groups.setdefault(keys.get(name, (-1, name)), []).append(name)
     return tuple(map(tuple, groups.values()))
+
+
+def _summarize(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
+    """Return modules as ModelOpt writes them: the shortest beginning that no quantized module shares, and a star.
+
+    modelopt/torch/export/quant_utils.py: _prefix_wildcard_summarize_exclude_modules.
+    """
+    starts = {name[:end] for name in quantized for end in range(len(name) + 1)}
+    found = set()
+    for name in ignored:
+        dots = [at for at, letter in enumerate(name) if letter == "."]
+        shortest = name
+        for at in dots:
+            if name[:at] not in starts:
+                shortest = name[:at] + "*"
+                break
+            if name[: at + 1] not in starts:
+                shortest = name[:at] + ".*"
+                break
+        found.add(shortest)
+    return sorted(found)
