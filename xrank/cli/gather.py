@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @options.part("SRC")
 @options.world_size("SRC")
 @options.dtype("keep", "base", "bf16", "fp16", "fp32", default="keep")
+@options.dequantize
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast keeps in fp32.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Write only output names that match.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out output names that match.")
@@ -216,6 +217,7 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
 @options.part("SRC")
 @options.world_size("SRC")
 @options.dtype("keep", "bf16", "fp16", "fp32", default="keep")
+@options.dequantize
 @options.max_memory
 @options.workers
 @click.option("--overwrite", is_flag=True, help="Replace an output of xrank; old or new is visible, never a mixture.")

@@ -14,7 +14,8 @@ _SECTIONS = {
         "push_to_hub",
     ),
     "Names and values": (
-        *("base_model", "recipe", "dtype", "keep_fp32", "include", "exclude", "adapter", "adapter_config", "replicas"),
+        *("base_model", "recipe", "dtype", "dequantize", "keep_fp32", "include", "exclude", "adapter"),
+        *("adapter_config", "replicas"),
     ),
     "Memory, threads and ranks": ("max_memory", "workers", "timeout", "distributed"),
     "Options": (),

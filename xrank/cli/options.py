@@ -105,6 +105,7 @@ allow_http = click.option(
 )
 dry_run = click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
 
+dequantize = click.option("--dequantize", is_flag=True, help="Decode quantized weights to floating-point ones.")
 max_memory = click.option(
     "--max-memory",
     default="64MB",

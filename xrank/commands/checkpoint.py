@@ -160,6 +160,7 @@ def open_checkpoint(
     base_model: str | os.PathLike[str] | None = None,
     part: str | None = None,
     dtype: str | torch.dtype | None = None,
+    dequantize: bool = False,
     max_memory: str | int = "64MB",
 ) -> Checkpoint:
     """Open any source of `gather_checkpoint` as a mapping of whole tensors; nothing is written or removed.
@@ -174,6 +175,7 @@ def open_checkpoint(
         base_model: a model with the names and shapes that the source must have.
         part: as `gather_checkpoint`.
         dtype: element type of floating-point tensors.
+        dequantize: as `gather_checkpoint`.
         max_memory: bytes of buffers, beside the tensor that a look-up returns.
 
     Raises:
@@ -186,7 +188,9 @@ def open_checkpoint(
         >>> list(checkpoint), checkpoint["norm.weight"].tolist()
         (['norm.weight'], [1.0, 1.0, 1.0, 1.0])
     """
-    options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, max_shard_size=1 << 62)
+    options = GatherOptions(
+        dtype=dtype_choice(dtype), dequantize=dequantize, max_memory=max_memory, max_shard_size=1 << 62
+    )
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     gather = plan_gather(places.enter(path), options, base_model=base_model, layouts=given, recipe=recipe, part=part)
     adapted = gather.decision.adapted

@@ -177,6 +177,8 @@ def _tensor_line(plan: Plan, names: Sequence[str], tensor: TensorPlan, digests: 
     for part in made_of:
         for record, rank in zip(part.copies.record.tolist(), part.copies.rank.tolist(), strict=True):
             ranks.setdefault(record, rank)
+    if table.quantized:
+        ranks = {stored: rank for record, rank in ranks.items() for stored in table.find_stored([record])}
     once = int_array(ranks)
     files, offsets, sizes = (column[once].tolist() for column in (table.file, table.offset, table.nbytes))
     output, replicas = tensor.output, sum(map(len, tensor.compared))

@@ -104,6 +104,7 @@ def gather_checkpoint(
     part: str | None = None,
     world_size: int | None = None,
     dtype: str | torch.dtype | None = None,
+    dequantize: bool = False,
     keep_fp32: str | Sequence[str] = (),
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -146,6 +147,9 @@ def gather_checkpoint(
             must be right: fewer ranks than wrote them give a smaller model.
         dtype: ``"keep"``, ``"base"`` (the base model's types), ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's, for
             floating-point tensors; None keeps, too.
+        dequantize: whether quantized weights are decoded, with the bits that the tool which made them gives: those of
+            compressed-tensors, of DeepSeek and transformers (``weight_scale_inv``), of ModelOpt (FP8, NVFP4) and of
+            GPT-OSS (MXFP4). Without `dtype` they get the type that config.json has. False: they are copied.
         keep_fp32: regular expressions of names that are not cast below fp32.
         include: regular expressions of the output names to write; empty: all.
         exclude: regular expressions of the output names to leave out.

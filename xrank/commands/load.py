@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.commands.report import count_outputs
+from xrank.dtypes import by_torch_name
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.file_writing import hash_beside
 from xrank.engine.planner import Plan
@@ -21,12 +22,20 @@ from xrank.engine.tensor_target import TensorTarget, check_fillable
 from xrank.engine.windows import FilePart, TensorDigest, digest_text, share_all
 from xrank.errors import CorruptError, names_own_arguments, require
 from xrank.layout import LayoutMap
+from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.store import group_place
 from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.readers.live.models import LocalModel, local_model
-from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.readers.live.modules import (
+    FilledModule,
+    check_materialised,
+    count_changes,
+    list_tensors,
+    names_left_out,
+)
 from xrank.recipes.decision import Purpose, Request, decide, layout_notes
+from xrank.recipes.dequantization import decode_source, holds_codes
 from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
 from xrank.recipes.load_plan import Load, check_loads, describe_load, plan_load
 from xrank.recipes.options import default_workers, parse_size
@@ -50,6 +59,7 @@ class ManifestDigests:
         is_model = source.format == "safetensors" and source.recipe is None and os.path.exists(self._path)
         tensors = read_manifest(self._path)["tensors"] if is_model else {}
         self._digests = {name: str(tensor["digest"]) for name, tensor in tensors.items()}
+        self._quantized = {*source.records.quantized}
         self._lock = threading.Lock()
 
     def compare(self, part: FilePart) -> None:
@@ -57,7 +67,8 @@ class ManifestDigests:
         tensor = self._plan.files[part.index].tensors[0]
         want = self._digests.get(tensor.output.name)
         output = tensor.output
-        is_cast = tensor.changed or tensor.source_dtype != output.dtype
+        is_decoded = not self._quantized.isdisjoint(tensor.copies.record.tolist())
+        is_cast = is_decoded or tensor.changed or tensor.source_dtype != output.dtype
         if want is None or is_cast or output.shape != output.global_shape or output.is_padded:
             return
         digest = TensorDigest(tensor.output.nbytes)
@@ -144,6 +155,9 @@ def load_model(
     and autograd counts the change. After an error beyond that point the tensors' values are undefined; another call
     fills them.
 
+    Quantized weights of the source are decoded for a module of floating-point parameters, as by
+    ``gather_checkpoint(..., dequantize=True)``; a module that has codes and scales itself gets those of the source.
+
     A rank reads its own part of the source and, for cuts of inner dims, the gaps if it wants at least a quarter.
     Checksums are compared if a rank reads all bytes below one, replicas by one rank, and digests of
     ``xrank_manifest.json`` for tensors that a rank holds whole in the source's type. Buffers that are not persistent
@@ -195,14 +209,23 @@ def load_model(
         size = f"{max_memory_nbytes:,} bytes"
         return {"call": "load_model", "recipe": path_text(recipe), "part": part, "max_memory": size}
 
-    def prove() -> PreparedLoad:
+    def read_module() -> bool:
         check_materialised(module)
+        return holds_codes(
+            OutputTensor(name, by_torch_name(str(tensor.dtype).removeprefix("torch.")).name, tuple(tensor.shape))
+            for name, tensor in list_tensors(module)
+        )
+
+    def prove() -> PreparedLoad:
         on_mesh = live_layouts(layouts, mesh)
         rank, world_size = group_place() or (0, 1)
         local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
         shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
         request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
-        decision = decide(read_source(place, part=part, share=(team.position, team.size), module_names=shapes), request)
+        found = read_source(place, part=part, share=(team.position, team.size), module_names=shapes)
+        if not has_codes:
+            found = decode_source(found)
+        decision = decide(found, request)
         source = decision.source
         load = plan_load(local, source, on_mesh, decision.padded_names)
         computed = [name for name in load.missing if name in list_unsaved(decision.found.config)]
@@ -219,6 +242,8 @@ def load_model(
     with team.together():
         max_memory_nbytes, _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
+        # A stage of a quantized module may hold no codes itself.
+        _, has_codes = team.agree("the module", read_module, lambda held: held, lambda _, ranks: any(ranks))
         planned, _ = team.agree(
             "the plan",
             prove,

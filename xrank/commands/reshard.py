@@ -37,6 +37,7 @@ def reshard_checkpoint(
     part: str | None = None,
     world_size: int | None = None,
     dtype: str | torch.dtype | None = None,
+    dequantize: bool = False,
     max_memory: str | int = "64MB",
     workers: int | None = None,
     overwrite: bool = False,
@@ -65,6 +66,7 @@ def reshard_checkpoint(
         part: as `xrank.gather_checkpoint`; so is `world_size`.
         world_size: number of ranks that wrote the source.
         dtype: ``keep``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
+        dequantize: as `xrank.gather_checkpoint`.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `dry_run`, `progress` and `timeout_seconds`.
         workers: number of threads.
         overwrite: whether an existing model or workspace of xrank may be replaced.
@@ -96,7 +98,14 @@ def reshard_checkpoint(
             want="keep, bf16, fp16 or fp32",
             next_step="choose a dtype",
         )
-    options = GatherOptions(dtype=choice, max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run)
+    options = GatherOptions(
+        dtype=choice,
+        dequantize=dequantize,
+        max_memory=max_memory,
+        workers=workers,
+        overwrite=overwrite,
+        dry_run=dry_run,
+    )
 
     def plan(host: str, *, checks_output: bool = True) -> Reshard:
         make = partial(

@@ -113,12 +113,13 @@ def _describe_files(source: StoredModel) -> list[Mapping[str, Any]]:
     ranks: dict[int, set[int]] = {}
     for shard in source.shards:
         for rank, record in zip(shard.rank.tolist(), shard.record.tolist(), strict=True):
-            ranks.setdefault(int(records.file[record]), set()).add(rank)
+            for stored in records.find_stored([record]) if records.quantized else [record]:
+                ranks.setdefault(int(records.file[stored]), set()).add(rank)
     described: list[Mapping[str, Any]] = []
     for number, file in enumerate(source.files):
         if number not in ranks:
             continue
-        (rows,) = np.nonzero(records.file == number)
+        (rows,) = np.nonzero((records.file == number) & ~np.isin(np.arange(len(records)), [*records.quantized]))
         rows = rows[np.argsort(records.offset[rows], kind="stable")]
         is_known = bool(len(rows)) and NO_CHECKSUM not in records.crc32[rows]
         lines = "".join(f"{records.offset[row]} {records.nbytes[row]} {records.crc32[row]:08x}\n" for row in rows)

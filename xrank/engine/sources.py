@@ -126,6 +126,9 @@ class ObjectSource:
         self._units, self._unit_of = make_units(model)
         self._is_joint = [unit.step > 0 for unit in self._units]
         """Whether each unit is made of small records."""
+        parts = model.records.find_stored([*model.records.quantized])
+        self._read_again = {self._unit_of[record] for record in parts}
+        """Units with codes or scales: what several windows need of them is read more than once."""
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._held_nbytes = 0
         self._room_nbytes, self._block_nbytes = ROOM_NBYTES, BLOCK_NBYTES
@@ -252,7 +255,7 @@ class ObjectSource:
         part = block.data[low : low + nbytes]
         with self._lock:
             block.taken_nbytes += len(part)
-            if block.taken_nbytes >= block.used_nbytes:
+            if block.taken_nbytes >= block.used_nbytes and number not in self._read_again:
                 self._drop(key, block)
         return part
 
@@ -277,6 +280,10 @@ class ObjectSource:
         with self._lock:
             if key in self._blocks:
                 return True
+            if self._held_nbytes + self._units[number].step > self._room_nbytes:
+                for other, held in list(self._blocks.items()):
+                    if held.taken_nbytes >= held.used_nbytes:
+                        self._drop(other, held)
             if self._held_nbytes + self._units[number].step > self._room_nbytes:
                 return False
             block = self._add(key)
@@ -358,11 +365,19 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
     """Return a source of a model's records, which the caller closes.
 
-    Decoded records go to a folder on a disk, which must exist when the first is read; None: that of `scratch_folder`.
+    Decompressed records go to a folder on a disk, which must exist when the first is read; None: that of
+    `scratch_folder`.
     """
+    source: FileSource | ObjectSource | DecodedSource
     if model.records.encoded_nbytes is not None or model.records.inline:
-        return DecodedSource(model, folder)
-    return ObjectSource(model) if holds_objects(model) else FileSource(model)
+        source = DecodedSource(model, folder)
+    else:
+        source = ObjectSource(model) if holds_objects(model) else FileSource(model)
+    if not model.records.quantized:
+        return source
+    from xrank.engine.quantized_records import QuantizedSource  # most sources contain none
+
+    return QuantizedSource(model.records, source)
 
 
 class DecodedSource:

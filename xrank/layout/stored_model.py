@@ -60,6 +60,37 @@ class RecordedHash(Struct, frozen=True):
     """Path of the list."""
 
 
+class QuantizedPart(Struct, frozen=True):
+    """The codes, scales or constants of a quantized matrix: one record, which no checksum covers."""
+
+    record: int
+    dtype: str
+    """Safetensors name of the element type."""
+    block_rows: int
+    """Rows of a matrix that one row of the part is for; 0: all of it is for every row of all matrices."""
+    block_columns: int
+    """Columns of a matrix that one element of the part is for; 0: all."""
+
+
+class QuantizedMatrix(Struct, frozen=True):
+    """A matrix, or a stack of matrices with their rows one after another, in the form in which it is quantized."""
+
+    encoding: Mapping[str, Any]
+    """Fields of the `xrank.engine.encodings.Encoding` that decodes it."""
+    dtype: str
+    """Safetensors name of the type to which the decoded values are rounded."""
+    shape: tuple[int, int, int]
+    """Matrices, rows and columns of each."""
+    parts: tuple[QuantizedPart, ...]
+    """In the order in which the encoding has them."""
+    is_transposed: bool = False
+    """Whether the decoded record contains the transpose of each matrix."""
+
+    def shift(self, num_records: int) -> QuantizedMatrix:
+        """Return the matrix where so many records come before its own."""
+        return replace(self, parts=tuple(replace(p, record=p.record + num_records) for p in self.parts))
+
+
 class RecordTable(Struct, frozen=True, eq=False):
     """Contiguous byte ranges of source files, each under one checksum; row i is record i."""
 
@@ -74,18 +105,28 @@ class RecordTable(Struct, frozen=True, eq=False):
     """Bytes of each record in its file where they are a frame of zstd, or `PLAIN`; None: all records are plain."""
     inline: Mapping[int, bytes] = field(default_factory=dict)
     """Record -> its bytes, for records inside of compressed metadata; `offset` is that of the metadata."""
+    quantized: Mapping[int, QuantizedMatrix] = field(default_factory=dict)
+    """Record -> the matrix whose decoded values it has, in no file; `file` and `offset` are those of the codes."""
 
     def __len__(self) -> int:
         return len(self.file)
 
     @property
     def stored_nbytes(self) -> IntArray:
-        """Bytes of each record in its file; 0 for a record inside of metadata."""
+        """Bytes of each record in its file; 0 for a record inside of metadata, or decoded from other records."""
         found = self.nbytes.copy()
         if self.encoded_nbytes is not None:
             is_encoded = self.encoded_nbytes != PLAIN
             found[is_encoded] = self.encoded_nbytes[is_encoded]
-        found[list(self.inline)] = 0
+        found[[*self.inline, *self.quantized]] = 0
+        return found
+
+    def find_stored(self, records: Sequence[int] | IntArray) -> list[int]:
+        """Return the records in files that these are made of: themselves, or the parts of quantized matrices."""
+        found: list[int] = []
+        for record in records:
+            matrix = self.quantized.get(int(record))
+            found += [int(record)] if matrix is None else [part.record for part in matrix.parts]
         return found
 
     def join(self, other: RecordTable, num_files: int) -> RecordTable:
@@ -100,6 +141,7 @@ class RecordTable(Struct, frozen=True, eq=False):
             np.concatenate((self.crc32, other.crc32)),
             encoded_nbytes=None if is_plain else np.concatenate((own, others)),
             inline={**self.inline, **{record + len(self): data for record, data in other.inline.items()}},
+            quantized={**self.quantized, **{r + len(self): m.shift(len(self)) for r, m in other.quantized.items()}},
         )
 
 

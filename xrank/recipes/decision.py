@@ -430,6 +430,8 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
     state = xxhash.xxh3_128()
     for file in plan.source.files:
         state.update(repr(file.identity).encode())
+    if plan.source.records.quantized:
+        state.update(repr(sorted(plan.source.records.quantized.items())).encode())
     for tensor in plan.tensors:
         state.update(repr((tensor.output, tensor.source_dtype)).encode())
         if tensor.changed:
@@ -518,6 +520,10 @@ def plan_gather(
     Arguments and errors are those of `gather_checkpoint`; `share` is that of `read_best`.
     """
     base = None if base_model is None else open_base_model(base_model)
+    if options.dequantize and base is not None:
+        from xrank.recipes.dequantization import dequantize_base  # few sources are quantized
+
+        base = dequantize_base(base)
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
@@ -546,6 +552,10 @@ def plan_found(
     """Plan the gather of a source that was read from a place. Errors are those of `gather_checkpoint`."""
     if options.strict_pickles:
         refuse_foreign_names(found.model)
+    if options.dequantize:
+        from xrank.recipes.dequantization import dequantize_source
+
+        found = dequantize_source(found, options.dtype)
     if options.adapter == "merge" and base is not None:
         found = replace(found, model=complete_adapter(found.model, base, options.adapter_config, place))
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)

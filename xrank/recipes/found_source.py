@@ -190,6 +190,9 @@ class BaseModel(Struct, frozen=True):
     config: Mapping[str, Any] | None
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Name -> (dtype, global shape); empty where the folder holds no safetensors weights."""
+    decode: Callable[[StoredModel], StoredModel] | None = None
+    """Returns the model of the folder's files with floating-point weights in place of quantized ones, as `tensors` has
+    them; None: they are as they are in the files."""
 
 
 def read_config(path: str) -> Mapping[str, Any]:

@@ -82,6 +82,8 @@ class GatherOptions(Struct, frozen=True):
     """File of the private key that signs the output."""
     attest: bool = False
     """Whether to add a signed statement about the origin of the output."""
+    dequantize: bool = False
+    """Whether quantized weights become floating-point tensors."""
     strict_pickles: bool = False
     """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
     quantize: str | None = None

@@ -177,6 +177,10 @@ def plan_reshard(
         # The layouts of a reshard are the new ones.
         error.advise("gather it with its layouts or a base model, then reshard the model that this makes")
         raise
+    if options.dequantize:
+        from xrank.recipes.dequantization import dequantize_source  # few sources are quantized
+
+        found = dequantize_source(found, options.dtype)
     return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host, is_partial=is_partial)
 
 

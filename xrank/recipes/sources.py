@@ -483,6 +483,7 @@ def complete_adapter(
         return source
     config = find_config(given, place, names, {shard.name: shard.shape for shard in source.shards})
     stored = HfFolderReader().read(base.path, Hints())
+    stored = stored if base.decode is None else base.decode(stored)
     adapted = {
         name
         for pair in names.pairs

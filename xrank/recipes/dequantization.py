@@ -1,0 +1,362 @@
+"""Dequantization: each quantized weight of a source as one floating-point tensor, decoded where it is read.
+
+A weight's codes, scales and constants become one tensor under the plain name, so that every later step (recipes,
+adapters, ties, casts, checks of the config) sees the model as it was before it was quantized. Nothing is decoded here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from xrank import dtypes
+from xrank.engine import encodings
+from xrank.engine.companions import CompanionFile
+from xrank.engine.encodings import Encoding
+from xrank.engine.quantized_records import describe_matrix
+from xrank.errors import ContradictionError, IncompleteError, UsageError, option
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest
+from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import NO_CHECKSUM, QuantizedMatrix, RecordTable, StoredModel, StoredShard
+from xrank.recipes.found_source import BaseModel, FoundSource, read_config
+from xrank.recipes.quantization import find_scales
+from xrank.words import list_text, plural
+
+
+class StoredWeight(Struct, frozen=True):
+    """A quantized weight, and the tensors that contain it."""
+
+    name: str
+    """Name of the weight in a model that is not quantized."""
+    encoding: Encoding
+    shape: tuple[int, ...]
+    """Shape of the weight as it was encoded."""
+    parts: tuple[str, ...]
+    """Names of the tensors, in the order of `Encoding.outputs`."""
+    is_transposed: bool = False
+    """Whether the plain model has the transpose of each matrix."""
+
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        """Shape of the weight in a model that is not quantized."""
+        return (*self.shape[:-2], *self.shape[:-3:-1]) if self.is_transposed else self.shape
+
+
+def fold_model(model: StoredModel, weights: Sequence[StoredWeight], dtype: str, dropped: set[str]) -> StoredModel:
+    """Return a model with one tensor for each quantized weight, whose bytes are decoded from those of its parts.
+
+    Args:
+        model: the model as it is quantized.
+        weights: its quantized weights.
+        dtype: safetensors name of the type of weights whose encoding computes in fp32.
+        dropped: names of further tensors to leave out.
+
+    Raises:
+        UsageError: a part of a weight is not one stretch of bytes in a file without checksums.
+    """
+    shards, table = {shard.name: shard for shard in model.shards}, model.records
+    find_record = _RecordFinder(model).find
+    made: dict[str, StoredShard] = {}
+    rows: list[tuple[int, int, int, int]] = []
+    matrices: dict[int, QuantizedMatrix] = {}
+    nests: dict[int, NestTable] = {}
+    for weight in weights:
+        parts = [shards[name] for name in weight.parts]
+        stored = [find_record(part, weight.name) for part in parts]
+        kind = _value_dtype(weight.encoding, parts[1].dtype, dtype)
+        outputs = weight.encoding.outputs(weight.name, parts[1].dtype, weight.shape)
+        sizes = (prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
+        new, count = len(table) + len(rows), prod(sizes)
+        described = zip(stored, outputs, strict=True)
+        matrices[new] = describe_matrix(weight.encoding, kind, sizes, described, is_transposed=weight.is_transposed)
+        first = int(table.file[stored[0]]), int(table.offset[stored[0]])
+        rows.append((*first, count * dtypes.dtype(kind).nbytes, NO_CHECKSUM))
+        nests.setdefault(count, NestTable.from_nests([Nest(0, 0, ((count, 1, 1),) if count > 1 else ())]))
+        where = parts[0].rank, int_array([new]), nests[count]
+        made[weight.parts[0]] = StoredShard(weight.name, kind, weight.plain_shape, *where)
+    left_out = dropped.union(*(weight.parts[1:] for weight in weights))
+    columns = [int_array(row[i] for row in rows) for i in range(4)]
+    more = RecordTable(columns[0], columns[1], columns[2], columns[3])
+    return replace(
+        model,
+        records=replace(table.join(more, 0), quantized={**table.quantized, **matrices}),
+        shards=tuple(made.get(shard.name, shard) for shard in model.shards if shard.name not in left_out),
+    )
+
+
+class _RecordFinder:
+    """Finds the record that contains a tensor, all of it and nothing else, as in every model folder."""
+
+    def __init__(self, model: StoredModel) -> None:
+        self._model = model
+        table = model.records
+        self._is_plain = (table.crc32 == NO_CHECKSUM) & (table.stored_nbytes == table.nbytes)
+
+    def find(self, part: StoredShard, weight: str) -> int:
+        """Return the record of a part of a weight; UsageError if it has several, or a checksum."""
+        count = prod(part.shape)
+        if len(part.record) == 1 and part.factor == 1.0 and not part.added:
+            record, nest = int(part.record[0]), part.nests[0]
+            is_whole = (nest.x, nest.y) == (0, 0) and nest.loops == (((count, 1, 1),) if count > 1 else ())
+            nbytes = count * dtypes.dtype(part.dtype).nbytes
+            if is_whole and self._is_plain[record] and self._model.records.nbytes[record] == nbytes:
+                return record
+        step = "gather the source as it is first, then dequantize the folder that this writes"
+        problem = f"{weight}: a quantized weight is decoded from whole tensors in files of safetensors only"
+        got = f"{part.name} in {self._model.format}, with several pieces or a checksum"
+        raise UsageError(problem, tensor=part.name, file=self._model.path, got=got, next_step=step)
+
+
+def _value_dtype(encoding: Encoding, scale_dtype: str, dtype: str) -> str:
+    return dtype if encoding.rule == "fp32" or scale_dtype == "F32" else scale_dtype
+
+
+_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json, and of the objects in it, that declare a quantization."""
+_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files that may declare one; the first is written anew."""
+_OF_ACTIVATIONS = re.compile(r".*(?:[qkv]|kv_cache|prob|input|output|activation)_(?:global_)?(?:scale|zero_point)")
+_WANTED = {"bf16": "BF16", "fp16": "F32", "fp32": "F32", "base": "F32"}
+"""Type in which a weight is decoded for a cast, so that it is rounded once, and checked."""
+_CONFIG_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_COPY = f"leave {option('dequantize', True)} out to copy them, or decode them with the tool that made them"
+_METHODS = "compressed-tensors, fp8, modelopt (FP8, NVFP4) or mxfp4"
+
+_Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name -> (dtype, global shape)."""
+
+
+def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
+    """Return a source with floating-point weights in the place of quantized ones, and a config that declares none.
+
+    Args:
+        found: the source as it is quantized.
+        dtype: the `GatherOptions.dtype` for which weights are decoded; ``"keep"``: the type that config.json has.
+
+    Raises:
+        IncompleteError: a weight lacks its scales, or scales their weight.
+        ContradictionError: tensors do not have the form that config.json declares.
+        UsageError: the quantization is not one of those that xrank decodes.
+    """
+    tensors = {shard.name: (shard.dtype, shard.shape) for shard in found.model.shards}
+    weights, dropped = find_weights(tensors, _read_declaration(found.config, found.companions), found.model.path)
+    notes = [("dequantized", "no tensor is quantized, and all are taken as they are")]
+    model = found.model
+    if weights:
+        _check_stated_shapes(model, weights)
+        model = fold_model(model, weights, _WANTED.get(dtype) or _find_plain_type(found.config), dropped)
+        notes = [("dequantized", f"{plural(len(weights), 'quantized weight')} decoded, such as {weights[0].name}")]
+    if dropped:
+        notes.append(("scales-dropped", f"scales of activations are left out: {list_text(sorted(dropped), 3)}"))
+    return replace(
+        found,
+        model=replace(model, notes=(*model.notes, *notes)),
+        config=remove_quantization(found.config),
+        config_path=None,
+        companions=tuple(each for each in found.companions if each.name not in _FILES),
+    )
+
+
+def decode_source(found: FoundSource) -> FoundSource:
+    """Return a source with floating-point weights for a module that has only such; unchanged if it has only such."""
+    is_quantized = holds_codes(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in found.model.shards)
+    return dequantize_source(found, "fp32") if is_quantized else found
+
+
+def dequantize_base(base: BaseModel) -> BaseModel:
+    """Return a base model with floating-point weights in the place of quantized ones; errors as `dequantize_source`."""
+    declared = _read_declaration(base.config, base.companions)
+    weights, dropped = find_weights(base.tensors, declared, base.path)
+    left_out = dropped.union(*(weight.parts for weight in weights))
+    dtype = _find_plain_type(base.config)
+    tensors = {name: tensor for name, tensor in base.tensors.items() if name not in left_out}
+    for weight in weights:
+        kind = _value_dtype(weight.encoding, base.tensors[weight.parts[1]][0], dtype)
+        tensors[weight.name] = kind, weight.plain_shape
+    return replace(
+        base,
+        tensors=tensors,
+        config=remove_quantization(base.config),
+        companions=tuple(each for each in base.companions if each.name not in _FILES),
+        decode=lambda model: fold_model(model, weights, dtype, dropped),
+    )
+
+
+def remove_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a config without the quantization that it, or an object in it, declares."""
+    if config is None:
+        return None
+    sections = {
+        key: {k: v for k, v in value.items() if k not in _KEYS} if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _KEYS
+    }
+    return sections if {"dtype", "torch_dtype"} & {*sections} else {**sections, "dtype": "bfloat16"}
+
+
+def _find_plain_type(config: Mapping[str, Any] | None) -> str:
+    sections = (config or {}, *(each for each in (config or {}).values() if isinstance(each, Mapping)))
+    named = (each.get(key) for each in sections for key in ("dtype", "torch_dtype"))
+    return next((_CONFIG_TYPES[name] for name in named if name in _CONFIG_TYPES), "BF16")
+
+
+def holds_codes(tensors: Iterable[OutputTensor]) -> bool:
+    """Return whether some tensors are quantized: a model in fp8, or with scales of payloads."""
+    listed = list(tensors)
+    ends = ("_packed", "_blocks")
+    return any(t.dtype.startswith("F8") or t.name.endswith(ends) for t in listed) or bool(find_scales(listed))
+
+
+def find_weights(
+    tensors: _Tensors, declared: Mapping[str, Any] | None, path: str
+) -> tuple[list[StoredWeight], set[str]]:
+    """Return the quantized weights among tensors, and the names of the scales of activations.
+
+    `declared` is the ``quantization_config`` of the model at the path; errors are those of `dequantize_source`.
+    """
+    known = () if declared is None else find_encodings(declared, path)
+    scales = {name for name in tensors if _OF_ACTIVATIONS.fullmatch(name)}
+    weights: list[StoredWeight] = []
+    used: set[str] = set()
+    for name in tensors:
+        stems = {each: name.removesuffix(each.suffixes[1]) for each in known if _is_scale(each, name)}
+        if name in scales or not stems:
+            continue
+        weight, lacking = None, list[list[str]]()
+        for encoding, stem in stems.items():
+            lacking.append([stem + suffix for suffix in encoding.suffixes if stem + suffix not in tensors])
+            weight = weight or (None if lacking[-1] else _fit(encoding, stem, tensors))
+        if all(lacking):
+            raise _missing(min(lacking, key=len)[0], name, path)
+        if weight is None:
+            raise _misfit(name, stems, tensors, path)
+        weights.append(weight)
+        used.update(weight.parts)
+    for name, (kind, _) in tensors.items():
+        if name in used or name in scales:
+            continue
+        whose = next((each for each in known if _is_codes(each, name, kind)), None)
+        if whose is not None:
+            raise _missing(name.removesuffix(whose.suffixes[0]) + whose.suffixes[1], name, path)
+        if kind.startswith("F8"):
+            raise UsageError(
+                f"{name} is quantized, and nothing states how",
+                tensor=name,
+                file=path,
+                got=f"{kind}, and a config.json that declares {'another' if known else 'no'} quantization",
+                want="a quantization_config in config.json, or hf_quant_config.json beside it",
+                next_step="put the config.json of the quantized model beside its weights",
+            )
+    return weights, scales
+
+
+def find_encodings(declared: Mapping[str, Any], path: str) -> tuple[Encoding, ...]:
+    """Return the encodings that a ``quantization_config`` declares; UsageError for others than xrank has."""
+    method = str(declared.get("quant_method", ""))
+    if method == "fp8":
+        block = declared.get("weight_block_size") or (0, 0)
+        return (replace(encodings.DEEPSEEK_FP8, block=tuple(block)),)
+    if method == "compressed-tensors":
+        groups = declared.get("config_groups")
+        listed = [] if not isinstance(groups, Mapping) else [each.get("weights") for each in groups.values()]
+        return tuple(_find_encoding(each, path) for each in listed if isinstance(each, Mapping))
+    raise UsageError(
+        f"{path}: weights quantized by {method or 'an unnamed method'} are not decoded",
+        file=path,
+        got=f"quant_method {method!r}",
+        want=_METHODS,
+        next_step=_COPY,
+    )
+
+
+def _find_encoding(weights: Mapping[str, Any], path: str) -> Encoding:
+    """Return the encoding of a group in a config of compressed-tensors."""
+    kind = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    if kind == ("float", 8, "channel"):
+        return encodings.FP8_DYNAMIC
+    if kind == ("float", 8, "tensor"):
+        return replace(encodings.FP8_DYNAMIC, block=(0, 0))
+    if kind == ("float", 8, "block"):
+        return replace(encodings.FP8_BLOCK, block=tuple(weights["block_structure"]))
+    if kind == ("int", 8, "channel"):
+        return encodings.W8A8
+    raise UsageError(
+        f"{path}: {kind[1]}-bit {kind[0]} weights with a scale for each {kind[2]} are not decoded",
+        file=path,
+        got=f"{kind[1]} bits, type {kind[0]}, strategy {kind[2]}",
+        next_step=_COPY,
+    )
+
+
+def _is_scale(encoding: Encoding, name: str) -> bool:
+    # Other tensors may be called scale, too.
+    suffix = encoding.suffixes[1]
+    return name.endswith(f"weight{suffix}" if suffix == "_scale" else suffix)
+
+
+def _is_codes(encoding: Encoding, name: str, dtype: str) -> bool:
+    return name.endswith(encoding.suffixes[0]) and dtype == encoding.outputs("", "BF16", (128, 128))[0].dtype
+
+
+def _fit(encoding: Encoding, stem: str, tensors: _Tensors) -> StoredWeight | None:
+    """Return a weight if its tensors have the types and shapes of an encoding."""
+    names = tuple(stem + suffix for suffix in encoding.suffixes)
+    codes_shape, scale_dtype = tensors[names[0]][1], tensors[names[1]][0]
+    for num_packed in (1, 2, 4, 8):
+        shape = (*codes_shape[:-1], codes_shape[-1] * num_packed) if codes_shape else ()
+        if encoding.misfit(shape) is not None:
+            continue
+        outputs = encoding.outputs(stem, scale_dtype, shape)
+        if outputs[0].shape == codes_shape and all(
+            output.dtype == tensors[name][0]
+            and prod(output.shape) == prod(tensors[name][1])
+            and (prod(output.shape) == 1 or output.shape == tensors[name][1])
+            for output, name in zip(outputs, names, strict=True)
+        ):
+            return StoredWeight(stem, encoding, shape, names)
+    return None
+
+
+def _missing(name: str, other: str, path: str) -> IncompleteError:
+    problem, got = f"{name}: no file holds this tensor of a quantized weight", f"{other} without it"
+    want, step = "codes and scales of each weight", f"copy all files of the quantized model into {path}, then {AGAIN}"
+    return IncompleteError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
+
+
+def _misfit(name: str, stems: Mapping[Encoding, str], tensors: _Tensors, path: str) -> ContradictionError:
+    encoding, stem = next(iter(stems.items()))
+    names = [stem + suffix for suffix in encoding.suffixes]
+    got = ", ".join(f"{n.rpartition('.')[2]} {tensors[n][0]} {list(tensors[n][1])}" for n in names)
+    return ContradictionError(
+        f"{name}: it does not fit its weight as config.json declares the quantization",
+        tensor=name,
+        file=path,
+        got=got,
+        want=f"{encoding.elements} codes, and a scale for blocks of {list(encoding.block)} (0: all)",
+        next_step="put the config.json that was written with these weights beside them",
+    )
+
+
+def _read_declaration(
+    config: Mapping[str, Any] | None, companions: Iterable[CompanionFile]
+) -> Mapping[str, Any] | None:
+    """Return the quantization that config.json, or a file beside it, declares."""
+    for section in (config or {}, *(each for each in (config or {}).values() if isinstance(each, Mapping))):
+        for key in _KEYS:
+            if isinstance(values := section.get(key), Mapping) and values:
+                return values
+    beside = next((each for each in companions if each.name == "hf_quant_config.json"), None)
+    if beside is None:
+        return None
+    values = read_config(beside.path).get("quantization")
+    return {"quant_method": "modelopt", **values} if isinstance(values, Mapping) else None
+
+
+def _check_stated_shapes(model: StoredModel, weights: Sequence[StoredWeight]) -> None:
+    """Compare the shapes that packed weights state in a tensor of their own with those of their codes and scales."""
