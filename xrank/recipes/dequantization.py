@@ -19,7 +19,7 @@ from xrank.engine import encodings
 from xrank.engine.companions import CompanionFile
 from xrank.engine.encodings import Encoding
 from xrank.engine.quantized_records import describe_matrix
-from xrank.errors import ContradictionError, IncompleteError, UsageError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.output_files import OutputTensor
