@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xrank
 from tests.cli.bench import run
+from tests.commands.forked_ranks import ForkedRanks, forked_ranks
 from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
 Tensors = dict[str, torch.Tensor]
 HIDDEN, INNER = 192, 320
@@ -126,3 +132,75 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_written(tmp_pat
     assert "_proj" in refused(made, {**DEEPSEEK, "weight_block_size": [64, 64]}, ContradictionError)
     assert "nothing states how" in refused(made, None, UsageError)
     assert "gptq" in refused(made, {"quant_method": "gptq", "bits": 4}, UsageError)
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[ForkedRanks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def test_ranks_share_what_one_process_decodes(forked: ForkedRanks, tmp_path: Path) -> None:
+    source = save(tmp_path / "quantized", quantize_blocks(make_llama())[0], DEEPSEEK)
+    run("gather", source, "-o", tmp_path / "alone", "--dequantize", "--max-shard-size", "200KB")
+    command = ("gather", source, "--out", tmp_path / "shared", "--dequantize", "--max-shard-size", "200KB", "--quiet")
+    ended = forked(*command, num_ranks=3, window_nbytes=4096, round_nbytes=20_000)
+    assert [rank.exit_code for rank in ended] == [0, 0, 0], ended
+    made = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "shared")]
+    assert made[0] == made[1] and len(made[0]) > 4
+
+
+def test_a_lora_adapter_is_merged_into_decoded_weights(tmp_path: Path) -> None:
+    made, want = quantize_blocks(make_llama())
+    base, adapter = save(tmp_path / "base", made, DEEPSEEK), tmp_path / "adapter"
+    adapter.mkdir()
+    a, b = torch.randn(4, HIDDEN), torch.randn(INNER, 4)
+    stem = f"base_model.model.{UP.removesuffix('.weight')}"
+    save_file({f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(values))
+    plain = save(tmp_path / "plain", {name: tensor.bfloat16() for name, tensor in want.items()}, None)
+    folders = []
+    for name, folder, is_quantized in (("one", base, True), ("two", plain, False)):
+        options: dict[str, Any] = {"adapter": "merge", "base_model": folder, "dequantize": is_quantized}
+        xrank.gather_checkpoint(adapter, tmp_path / name, **options)
+        folders.append(tmp_path / name)
+    one, two = (load_file(folder / "model.safetensors") for folder in folders)
+    assert_equal(one, two)
+    assert not torch.equal(one[UP], want[UP].bfloat16())
+    assert json.loads((folders[0] / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.ranks(4)
+def test_ranks_load_their_cuts_of_decoded_weights(rank, tmp_path):  # type: ignore[no-untyped-def]
+    made, want = quantize_blocks(make_llama())
+    if rank == 0:
+        save(tmp_path / "quantized", made, DEEPSEEK)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.barrier()
+    for places in ([Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(1), Shard(0)]):
+        state = {
+            name: distribute_tensor(torch.zeros_like(tensor), mesh, places if tensor.dim() > 1 else None)
+            for name, tensor in want.items()
+        }
+        xrank.load_model(state, tmp_path / "quantized")
+        for name, tensor in want.items():
+            part = distribute_tensor(tensor, mesh, places if tensor.dim() > 1 else None).to_local()
+            assert torch.equal(state[name].to_local(), part), (name, places)
+    # A stage without codes of its own agrees with the others, whose modules have them.
+    names = list(made) if rank == 0 else ["model.norm.weight"]
+    codes = {name: torch.zeros_like(made[name]) for name in names}
+    report = xrank.load_model(codes, tmp_path / "quantized")
+    assert not any(code == "dequantized" for code, _ in report.notes)
+
+
+def test_states_of_ranks_hold_decoded_weights(tmp_path: Path) -> None:
+    made, want = quantize_blocks(make_llama())
+    source = save(tmp_path / "quantized", made, DEEPSEEK)
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    for name, tensor in want.items():
+        layouts[name] = TensorLayout.parse("[a, b/tp]" if tensor.dim() > 1 else "[a]")
+    xrank.reshard_checkpoint(source, layouts, tmp_path / "states", dequantize=True)
+    xrank.gather_checkpoint(tmp_path / "states", tmp_path / "out")
+    assert_equal(load_file(tmp_path / "out/model.safetensors"), {n: t.bfloat16() for n, t in want.items()})
+    assert json.loads((tmp_path / "out/config.json").read_text()) == CONFIG

@@ -360,12 +360,14 @@ def read_source(
     candidates = (*companions, *(base.companions if base is not None else ()))
     config_path = next((companion.path for companion in candidates if companion.name == "config.json"), None)
     config = None if config_path is None else read_config(config_path)
+    if config is None and base is not None:
+        config = base.config  # its file is no companion if its weights are decoded
     hints = Hints(
         layouts=layouts,
         shapes={name: shape for name, (_, shape) in base.tensors.items()} if base is not None else {},
         tied_to=lambda name: embedding_of(name, base.tensors if base is not None else (), config),
         is_left_out=is_left_out,
-        needs_config=config_path is None and not for_layouts,
+        needs_config=config is None and not for_layouts,
         needs_layouts=for_layouts,
         part=part,
         world_size=world_size,
@@ -383,7 +385,7 @@ def read_source(
         step = f"copy the files of the missing ranks into the folder, or {step}, then {AGAIN}" if has_fewer else step
         kind = IncompleteError if has_fewer else UsageError
         raise kind(problem, file=model.path, got=got, want=plural(world_size, "rank"), next_step=step)
-    known = config if config_path is not None else model.config
+    known = config if config is not None else model.config
     notes = (*notes, *where.notes, *note_zero_tails(model))
     return FoundSource(model, known, config_path, companions, notes, where.path)
 
