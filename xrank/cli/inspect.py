@@ -12,7 +12,7 @@ from xrank.cli.gather import gather_command
 from xrank.cli.help import Command
 from xrank.cli.options import PATH
 from xrank.errors import Wording
-from xrank.words import plural, size_text
+from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
     from xrank.engine.report import Report
@@ -88,6 +88,8 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
             config = "the adapter's own, adapter_config.json"
         absent = "none; gather with --base-model, or put a config.json beside it"
         rows.append(("config", str(config or ("in the states" if source["has_config"] else absent))))
+        if details["quantization"]:
+            rows.append(("quantized", _quantization_text(details["quantization"])))
         if source["recipe"]:
             rows.append(("recipe", f"{source['recipe']}: a gather gives Hugging Face's names"))
     facts = [(key, _fact_text(value)) for key, value in details["format"].items() if value is not None]
@@ -110,6 +112,13 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
     if not details["problems"]:
         rows.append(("problems", "none"))
     return rows
+
+
+def _quantization_text(facts: dict[str, Any]) -> str:
+    scheme = list_text(facts["schemes"], 3, "no declared scheme") + (f" in {facts['place']}" if facts["place"] else "")
+    counts = f"{plural(facts['num_quantized'], 'weight')}, {facts['num_ignored']:,} not quantized"
+    sizes = f"{size_text(facts['weight_nbytes'])} and {size_text(facts['scale_nbytes'])} of scales"
+    return f"{scheme}: {counts}; {sizes}"
 
 
 def _fact_text(value: Any) -> str:

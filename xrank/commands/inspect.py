@@ -21,6 +21,7 @@ from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.recipes.decision import FolderPlan, plan_found, read_layouts
 from xrank.recipes.options import GatherOptions
+from xrank.recipes.quantization import describe_quantization, find_stored_scheme
 from xrank.recipes.sources import companions_of, open_base_model, read_source
 from xrank.storage import places
 from xrank.storage.folder_stage import inspect_stage
@@ -83,7 +84,7 @@ def inspect(
     tensors: list[dict[str, Any]] = []
     notes: list[tuple[str, str]] = []
     companions: list[str] = []
-    recipe = config_path = None
+    recipe = config_path = quantization = None
     try:
         beside = companions_of(place, where)
         companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
@@ -91,6 +92,7 @@ def inspect(
         model = found.model
         notes += found.notes
         config_path = found.config_path
+        quantization = describe_quantization(find_stored_scheme(found.config, found.companions), model.shards)
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
         planned = plan_found(found, text, GatherOptions(), base, given)
         recipe, adapted = planned.source.recipe, planned.decision.adapted
@@ -108,6 +110,7 @@ def inspect(
         format={} if model is None else {key: value for key, value in model.details.items() if key != "ranks"},
         companions=companions,
         config_path=config_path,
+        quantization=quantization,
         ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else counted,
     )
     source = SourceFacts(path=text, format=reader.name)

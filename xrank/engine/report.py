@@ -185,6 +185,8 @@ class InspectDetails(Facts):
     """Facts that this format alone has."""
     companions: Sequence[str] = ()
     config_path: str | None = None
+    quantization: Mapping[str, Any] | None = None
+    """What config.json declares, and the quantized tensors, their bytes and those of their scales."""
     ranks: Sequence[Mapping[str, Any]] = ()
 
 

@@ -15,17 +15,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine import encodings
-from xrank.engine.companions import CompanionFile
 from xrank.engine.encodings import Encoding
 from xrank.engine.quantized_records import describe_matrix
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import NO_CHECKSUM, QuantizedMatrix, RecordTable, StoredModel, StoredShard
-from xrank.recipes.found_source import BaseModel, FoundSource, read_config
-from xrank.recipes.quantization import find_scales
+from xrank.recipes.found_source import BaseModel, FoundSource
+from xrank.recipes.quantization import (
+    DECLARING_FILES,
+    DECLARING_KEYS,
+    StoredScheme,
+    find_scales,
+    find_stored_scheme,
+)
 from xrank.words import list_text, plural
 
 
@@ -117,17 +121,10 @@ def _value_dtype(encoding: Encoding, scale_dtype: str, dtype: str) -> str:
     return dtype if encoding.rule == "fp32" or scale_dtype == "F32" else scale_dtype
 
 
-_KEYS = ("quantization_config", "compression_config")
-"""Keys of config.json, and of the objects in it, that declare a quantization."""
-_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files that may declare one; the first is written anew."""
 _OF_ACTIVATIONS = re.compile(r".*(?:[qkv]|kv_cache|prob|input|output|activation)_(?:global_)?(?:scale|zero_point)")
 _WANTED = {"bf16": "BF16", "fp16": "F32", "fp32": "F32", "base": "F32"}
 """Type in which a weight is decoded for a cast, so that it is rounded once, and checked."""
 _CONFIG_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_COPY = f"leave {option('dequantize', True)} out to copy them, or decode them with the tool that made them"
-_METHODS = "compressed-tensors, fp8, modelopt (FP8, NVFP4) or mxfp4"
-
 _Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Name -> (dtype, global shape)."""
 
@@ -145,7 +142,7 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
         UsageError: the quantization is not one of those that xrank decodes.
     """
     tensors = {shard.name: (shard.dtype, shard.shape) for shard in found.model.shards}
-    weights, dropped = find_weights(tensors, _read_declaration(found.config, found.companions), found.model.path)
+    weights, dropped = find_weights(tensors, find_stored_scheme(found.config, found.companions), found.model.path)
     notes = [("dequantized", "no tensor is quantized, and all are taken as they are")]
     model = found.model
     if weights:
@@ -159,7 +156,7 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
         model=replace(model, notes=(*model.notes, *notes)),
         config=remove_quantization(found.config),
         config_path=None,
-        companions=tuple(each for each in found.companions if each.name not in _FILES),
+        companions=tuple(each for each in found.companions if each.name not in ("config.json", *DECLARING_FILES)),
     )
 
 
@@ -171,7 +168,7 @@ def decode_source(found: FoundSource) -> FoundSource:
 
 def dequantize_base(base: BaseModel) -> BaseModel:
     """Return a base model with floating-point weights in the place of quantized ones; errors as `dequantize_source`."""
-    declared = _read_declaration(base.config, base.companions)
+    declared = find_stored_scheme(base.config, base.companions)
     weights, dropped = find_weights(base.tensors, declared, base.path)
     left_out = dropped.union(*(weight.parts for weight in weights))
     dtype = _find_plain_type(base.config)
@@ -183,7 +180,7 @@ def dequantize_base(base: BaseModel) -> BaseModel:
         base,
         tensors=tensors,
         config=remove_quantization(base.config),
-        companions=tuple(each for each in base.companions if each.name not in _FILES),
+        companions=tuple(each for each in base.companions if each.name not in ("config.json", *DECLARING_FILES)),
         decode=lambda model: fold_model(model, weights, dtype, dropped),
     )
 
@@ -193,9 +190,9 @@ def remove_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] |
     if config is None:
         return None
     sections = {
-        key: {k: v for k, v in value.items() if k not in _KEYS} if isinstance(value, Mapping) else value
+        key: {k: v for k, v in value.items() if k not in DECLARING_KEYS} if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in _KEYS
+        if key not in DECLARING_KEYS
     }
     return sections if {"dtype", "torch_dtype"} & {*sections} else {**sections, "dtype": "bfloat16"}
 
@@ -213,14 +210,12 @@ def holds_codes(tensors: Iterable[OutputTensor]) -> bool:
     return any(t.dtype.startswith("F8") or t.name.endswith(ends) for t in listed) or bool(find_scales(listed))
 
 
-def find_weights(
-    tensors: _Tensors, declared: Mapping[str, Any] | None, path: str
-) -> tuple[list[StoredWeight], set[str]]:
+def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) -> tuple[list[StoredWeight], set[str]]:
     """Return the quantized weights among tensors, and the names of the scales of activations.
 
-    `declared` is the ``quantization_config`` of the model at the path; errors are those of `dequantize_source`.
+    `declared` is the quantization of the model at the path; errors are those of `dequantize_source`.
     """
-    known = () if declared is None else find_encodings(declared, path)
+    known = () if declared is None else declared.find_encodings()
     scales = {name for name in tensors if _OF_ACTIVATIONS.fullmatch(name)}
     weights: list[StoredWeight] = []
     used: set[str] = set()
@@ -254,44 +249,6 @@ def find_weights(
                 next_step="put the config.json of the quantized model beside its weights",
             )
     return weights, scales
-
-
-def find_encodings(declared: Mapping[str, Any], path: str) -> tuple[Encoding, ...]:
-    """Return the encodings that a ``quantization_config`` declares; UsageError for others than xrank has."""
-    method = str(declared.get("quant_method", ""))
-    if method == "fp8":
-        block = declared.get("weight_block_size") or (0, 0)
-        return (replace(encodings.DEEPSEEK_FP8, block=tuple(block)),)
-    if method == "compressed-tensors":
-        groups = declared.get("config_groups")
-        listed = [] if not isinstance(groups, Mapping) else [each.get("weights") for each in groups.values()]
-        return tuple(_find_encoding(each, path) for each in listed if isinstance(each, Mapping))
-    raise UsageError(
-        f"{path}: weights quantized by {method or 'an unnamed method'} are not decoded",
-        file=path,
-        got=f"quant_method {method!r}",
-        want=_METHODS,
-        next_step=_COPY,
-    )
-
-
-def _find_encoding(weights: Mapping[str, Any], path: str) -> Encoding:
-    """Return the encoding of a group in a config of compressed-tensors."""
-    kind = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
-    if kind == ("float", 8, "channel"):
-        return encodings.FP8_DYNAMIC
-    if kind == ("float", 8, "tensor"):
-        return replace(encodings.FP8_DYNAMIC, block=(0, 0))
-    if kind == ("float", 8, "block"):
-        return replace(encodings.FP8_BLOCK, block=tuple(weights["block_structure"]))
-    if kind == ("int", 8, "channel"):
-        return encodings.W8A8
-    raise UsageError(
-        f"{path}: {kind[1]}-bit {kind[0]} weights with a scale for each {kind[2]} are not decoded",
-        file=path,
-        got=f"{kind[1]} bits, type {kind[0]}, strategy {kind[2]}",
-        next_step=_COPY,
-    )
 
 
 def _is_scale(encoding: Encoding, name: str) -> bool:
@@ -341,21 +298,6 @@ def _misfit(name: str, stems: Mapping[Encoding, str], tensors: _Tensors, path: s
         want=f"{encoding.elements} codes, and a scale for blocks of {list(encoding.block)} (0: all)",
         next_step="put the config.json that was written with these weights beside them",
     )
-
-
-def _read_declaration(
-    config: Mapping[str, Any] | None, companions: Iterable[CompanionFile]
-) -> Mapping[str, Any] | None:
-    """Return the quantization that config.json, or a file beside it, declares."""
-    for section in (config or {}, *(each for each in (config or {}).values() if isinstance(each, Mapping))):
-        for key in _KEYS:
-            if isinstance(values := section.get(key), Mapping) and values:
-                return values
-    beside = next((each for each in companions if each.name == "hf_quant_config.json"), None)
-    if beside is None:
-        return None
-    values = read_config(beside.path).get("quantization")
-    return {"quant_method": "modelopt", **values} if isinstance(values, Mapping) else None
 
 
 def _check_stated_shapes(model: StoredModel, weights: Sequence[StoredWeight]) -> None:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
+from xrank.engine import encodings
+from xrank.engine.companions import CompanionFile
+from xrank.engine.encodings import Encoding
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredShard
 from xrank.recipes.conversions import is_known_type
-from xrank.recipes.found_source import FoundSource
+from xrank.recipes.found_source import FoundSource, read_config
+from xrank.recipes.schemes import name_group
 from xrank.words import plural
 
 if TYPE_CHECKING:
@@ -179,8 +184,10 @@ _ZEROS = ("qzeros", "zeros", "zero_point", "weight_zero_point")
 _FORM = re.compile(r"[._:]?(?:_blocks|_packed|_?qdata|_data)$")
 _OF_ACTIVATIONS = re.compile(r".*\.(?:[qkv]|kv_cache|prob|input|output)_(?:scale|zero_point)")
 """Scales of activations and of the KV cache, whose module may hold no weight."""
-_STATED_IN_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files that declare a quantization beside config.json: those of ModelOpt, AutoGPTQ and AutoAWQ."""
+DECLARING_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json, and of the objects in it, that declare a quantization."""
+DECLARING_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json that declare a quantization, and their methods."""
 _METHODS = {
     "bitsandbytes": "absmax or SCB",
     "fp8": "weight_scale_inv",
@@ -224,14 +231,17 @@ def find_scales(tensors: Iterable[_Tensor]) -> set[str]:
     }
 
 
-class _Declaration(Struct, frozen=True):
-    """The quantization that config.json, or a file beside it, declares."""
+class StoredScheme(Struct, frozen=True):
+    """The quantization that config.json, or a file beside it, declares of a model."""
 
     values: Mapping[str, Any]
+    """The declaration, as transformers takes it: ``quant_method`` and what the method has."""
     place: str = "config.json"
+    """Name of the file that declares it."""
 
     @property
     def method(self) -> str:
+        """The ``quant_method`` of transformers."""
         return str(self.values.get("quant_method", "bitsandbytes" if self.is_four_bit else ""))
 
     @property
@@ -239,14 +249,161 @@ class _Declaration(Struct, frozen=True):
         """Whether bitsandbytes packs two weights into a byte, of any type for storage."""
         return self.values.get("load_in_4bit") is True or self.values.get("_load_in_4bit") is True
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the schemes, such as ``("FP8_BLOCK",)``: xrank's, else the method's or the format's.
 
-def _find_declaration(config: Mapping[str, Any] | None, files: Collection[str] = ()) -> _Declaration | None:
+        Example:
+            >>> StoredScheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}).names
+            ('NVFP4',)
+        """
+        found = [name_group(group, self._format) for group in self._groups]
+        if self.method == "modelopt":
+            found = [str(algorithm) for algorithm in self._algorithms]
+        elif self.method == "fp8" and self.values.get("weight_block_size") == [128, 128]:
+            found = ["DEEPSEEK_FP8"]
+        return tuple(dict.fromkeys(found)) or (self.method,)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names and patterns of modules that are not quantized, as they are declared."""
+        keys = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+        return tuple(next((map(str, found) for key in keys if isinstance(found := self.values.get(key), list)), ()))
+
+    def find_encodings(self) -> tuple[Encoding, ...]:
+        """Return the encodings of its weights; the names, types and shapes of tensors show which one a weight has.
+
+        Raises:
+            UsageError: the quantization is not one of those that xrank decodes.
+        """
+        found: list[Encoding | None] = []
+        if self.method == "compressed-tensors":
+            found = [_find_encoding(group, self._format) for group in self._groups]
+            is_sparse = self.values.get("sparsity_config", {}).get("format", "dense") != "dense"
+            found += [None] if is_sparse else []
+        elif self.method == "modelopt":
+            names = [_ALGORITHMS.get(str(algorithm).upper(), "") for algorithm in self._algorithms]
+            found = [getattr(encodings, name, None) for name in names]
+        elif self.method == "mxfp4":
+            found = [getattr(encodings, "GPT_OSS", None)]
+        elif self.method == "fbgemm_fp8":
+            found = [replace(encodings.DEEPSEEK_FP8, block=(1, 0), suffixes=("", "_scale"))]
+        elif self.method == "fp8" and self.values.get("expert_dtype", "fp8") == "fp8":
+            whole = replace(encodings.DEEPSEEK_FP8, block=tuple(self.values.get("weight_block_size") or (0, 0)))
+            found = [whole]
+            if whole.block == (0, 0):  # where transformers has _scale_inv, AutoFP8 had _scale
+                found.append(replace(whole, suffixes=("", "_scale")))
+        known = tuple(dict.fromkeys(each for each in found if each is not None))
+        if not known or None in found:
+            named = f"{self.method or 'an unnamed method'} ({', '.join(self.names)})"
+            raise UsageError(
+                f"weights quantized by {named} are not decoded",
+                file=self.place,
+                got=named,
+                want="compressed-tensors without zero points, fp8, modelopt (FP8, NVFP4, MXFP8) or mxfp4",
+                next_step=_COPY,
+            )
+        return known
+
+    @property
+    def _groups(self) -> list[Mapping[str, Any]]:
+        """Groups of compressed-tensors whose weights are quantized."""
+        groups = self.values.get("config_groups") if self.method == "compressed-tensors" else None
+        listed = groups.values() if isinstance(groups, Mapping) else ()
+        return [each for each in listed if isinstance(each, Mapping) and isinstance(each.get("weights"), Mapping)]
+
+    @property
+    def _format(self) -> str:
+        return str(self.values.get("format", ""))
+
+    @property
+    def _algorithms(self) -> list[Any]:
+        """``quant_algo`` of ModelOpt, or those of its layers."""
+        layers = self.values.get("quantized_layers")
+        listed = layers.values() if isinstance(layers, Mapping) else (self.values,)
+        return [each.get("quant_algo") for each in listed if isinstance(each, Mapping)]
+
+
+_COPY = f"leave {option('dequantize', True)} out to copy them, or decode them with the tool that made them"
+_ALGORITHMS = {
+    "FP8": "MODELOPT_FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "MODELOPT_FP8_CHANNEL",
+    "FP8_PC_PT": "MODELOPT_FP8_CHANNEL",
+    "NVFP4": "MODELOPT_NVFP4",
+    "W4A16_NVFP4": "MODELOPT_NVFP4",
+    "MXFP8": "MXFP8",
+}
+"""ModelOpt's ``quant_algo`` of weights that no factors smooth."""
+
+
+def _find_encoding(group: Mapping[str, Any], default: str) -> Encoding | None:
+    """Return the encoding of a group of compressed-tensors; None if xrank does not have it."""
+    weights, form = group["weights"], group.get("format") or default
+    kind, num_bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
+    # A group's order of columns would be in weight_g_idx, and zero points in weight_zero_point.
+    if weights.get("symmetric") is False or weights.get("actorder") in (True, "group", "dynamic"):
+        return None
+    strategy = weights.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
+    shape = {"tensor": (0, 0), "channel": (1, 0), "block": weights.get("block_structure")}.get(strategy, (1, size))
+    known = {
+        ("float-quantized", "float", 8): "FP8_DYNAMIC",
+        ("int-quantized", "int", 8): "W8A8",
+        ("int-quantized", "int", 4): "W8A8",  # four bits, each code in a byte
+        ("pack-quantized", "int", 8): "W8A16",
+        ("pack-quantized", "int", 4): "W4A16",
+        ("nvfp4-pack-quantized", "float", 4): "NVFP4A16",
+        ("mxfp4-pack-quantized", "float", 4): "MXFP4A16",
+        ("mxfp8-quantized", "float", 8): "MXFP8",
+    }
+    form = f"{kind}-quantized" if form == "naive-quantized" else form
+    found = getattr(encodings, known.get((form, kind, num_bits), ""), None)
+    if isinstance(shape, str):  # as older versions wrote it: 128x128
+        shape = tuple(map(int, shape.split("x")))
+    return None if found is None or shape is None else replace(found, block=tuple(shape))
+
+
+def find_stored_scheme(
+    config: Mapping[str, Any] | None, companions: Iterable[CompanionFile] = ()
+) -> StoredScheme | None:
+    """Return the quantization that a model's config.json, an object in it, or a file beside it declares."""
     for section in (config or {}, *(each for each in (config or {}).values() if isinstance(each, Mapping))):
-        for key in ("quantization_config", "compression_config"):
+        for key in DECLARING_KEYS:
             if isinstance(values := section.get(key), Mapping) and values:
-                return _Declaration(values)
-    file = next((name for name in _STATED_IN_FILES if name in files), None)
-    return None if file is None else _Declaration({}, file)
+                return StoredScheme(values)
+    file = next((each for each in companions if each.name in DECLARING_FILES), None)
+    if file is None:
+        return None
+    values = read_config(file.path)
+    inner = values.get("quantization", values)
+    details = inner if isinstance(inner, Mapping) else {}
+    return StoredScheme({"quant_method": DECLARING_FILES[file.name], **details}, file.name)
+
+
+def describe_quantization(scheme: StoredScheme | None, tensors: Iterable[_Tensor]) -> dict[str, Any] | None:
+    """Return the facts about a model's quantization for a report; None if no file declares one and no tensor shows one.
+
+    ``num_ignored`` counts the matrices that are not quantized.
+    """
+    nbytes = Counter[str]()
+    counts = Counter[str]()
+    for tensor in tensors:
+        is_scale = _SCALE.search(tensor.name.rpartition(".")[2]) or tensor.name.endswith(("_shape", "_g_idx"))
+        is_code = not is_scale and _is_payload(tensor)
+        kind = "scales" if is_scale else "weights" if is_code else "others" if len(tensor.shape) > 1 else "vectors"
+        counts[kind] += 1
+        nbytes[kind] += prod(tensor.shape) * dtypes.dtype(tensor.dtype).nbytes
+    if scheme is None and not counts["weights"]:
+        return None
+    return {
+        "schemes": [] if scheme is None else list(scheme.names),
+        "method": None if scheme is None else scheme.method,
+        "place": None if scheme is None else scheme.place,
+        "num_quantized": counts["weights"],
+        "num_ignored": counts["others"],
+        "weight_nbytes": nbytes["weights"],
+        "scale_nbytes": nbytes["scales"] if counts["weights"] else 0,
+        "ignored": [] if scheme is None else list(scheme.ignored),
+    }
 
 
 def find_packed(tensors: Iterable[_Tensor], config: Mapping[str, Any] | None) -> set[str]:
@@ -256,7 +413,7 @@ def find_packed(tensors: Iterable[_Tensor], config: Mapping[str, Any] | None) ->
     (``bnb_4bit_quant_storage``).
     """
     listed = list(tensors)
-    declared = _find_declaration(config)
+    declared = find_stored_scheme(config)
     packed = {tensor.name for tensor in listed if not dtypes.dtype(tensor.dtype).is_float}
     if declared is not None and declared.is_four_bit:
         packed |= {tensor.name for tensor in listed if len(tensor.shape) == 2 and tensor.shape[1] == 1}
@@ -273,7 +430,7 @@ def check_quantization(
     listed = list(tensors)
     if config is None or not listed:
         return ()
-    declared = _find_declaration(config, [companion.name for companion in found.companions])
+    declared = find_stored_scheme(config, found.companions)
     packed = find_packed(listed, config)
     payloads = [each for each in listed if _is_payload(each) or (each.name in packed and len(each.shape) > 1)]
     # A scale may be a payload by its type, as in MXFP4 and NVFP4.
@@ -294,24 +451,26 @@ def check_quantization(
             want="a config.json that declares it",
             next_step=_edit_config(found, "with its quantization_config"),
         )
-    if bare and declared.method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
+    # Files beside config.json may be left from another form of the model.
+    method = declared.method if declared.place == "config.json" else ""
+    if bare and method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
         told = "save what the modules' state_dict() returns, which includes quant_state; or "
         step = (told if declared.is_four_bit else "") + "gather the adapter alone, if there is one: "
         step += option("include", ".*lora_.*")
         got = f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}"
-        want = f"{_METHODS[declared.method]} beside it, as config.json declares {declared.method}"
+        want = f"{_METHODS[method]} beside it, as config.json declares {method}"
         problem = f"{bare[0]}: no file holds the scales of this quantized tensor"
         raise IncompleteError(problem, tensor=bare[0], file=found.place, got=got, want=want, next_step=step)
     has_any = bool(payloads) or any(_SCALE.search(each.name.rpartition(".")[2]) for each in listed)
     if has_any or is_transformed or declared.values.get("config_groups", True) in ({}, None):
         return ()
-    if declared.method not in _METHODS:
-        named = f"by {declared.method}" if declared.method else "in " + declared.place
+    if method not in _METHODS:
+        named = f"by {method}" if method else "in " + declared.place
         return (("quantization-not-seen", f"a quantization {named} is declared, and no tensor shows one"),)
     got = f"{plural(len(listed), 'tensor')} without a scale, such as {listed[0].name} in {listed[0].dtype}"
-    want = f"quantized weights with {_METHODS[declared.method]}"
+    want = f"quantized weights with {_METHODS[method]}"
     step = _edit_config(found, "without quantization_config")
-    problem = f"config.json declares weights quantized by {declared.method}, and none is"
+    problem = f"config.json declares weights quantized by {method}, and none is"
     raise ContradictionError(problem, tensor=listed[0].name, file=found.config_path, got=got, want=want, next_step=step)
 
 

@@ -143,6 +143,23 @@ def find_scheme(name: str, dialect: str | None = None) -> Scheme:
     raise UsageError(problem, got=repr_text(name, 40), want=f"one of {', '.join(known)}", next_step=step)
 
 
+def name_group(group: Mapping[str, Any], default: str = "") -> str:
+    """Return the name of the scheme of a group of compressed-tensors, or its format if it is no scheme of xrank's.
+
+    `default` is the format of groups without one.
+    """
+    for scheme in _SCHEMES:
+        pairs = ((scheme.weights, group.get("weights")), (scheme.activations, group.get("input_activations")))
+        if scheme.weights and all(_has_arguments(mine or {}, theirs or {}) for mine, theirs in pairs):
+            return scheme.name
+    return str(group.get("format") or default)
+
+
+def _has_arguments(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    # The types of scales are newer than the formats.
+    return bool(mine) == bool(theirs) and all(theirs.get(key) == mine[key] for key in mine if key != "scale_dtype")
+
+
 IGNORED = (
     "re:.*embed.*",
     "re:(.*[.])?(wte|wpe|shared|relative_attention_bias)$",
