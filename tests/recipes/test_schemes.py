@@ -1,15 +1,26 @@
 """Quantization schemes: the tensors that are quantized, their groups, and what the config files record."""
 
 import json
+import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from xrank.engine import encodings
+from xrank.engine.buffers import MemoryTarget
+from xrank.engine.executor import Budget, execute
+from xrank.engine.planner import make_plan
+from xrank.engine.sources import open_source
 from xrank.errors import UsageError
-from xrank.layout.output_files import OutputTensor
+from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.readers.discovery import find_source
+from xrank.recipes.conversions import split_experts
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.schemes import IGNORED, find_scheme, plan_quantization
+from xrank.recipes.sources import read_source
 
 _WRITTEN = json.loads((Path(__file__).parent / "quantization_configs.json").read_text())
 """Scheme -> ``quantization_config``, as llm-compressor 0.14 and ModelOpt 0.47 wrote it for a Llama."""
@@ -131,6 +142,54 @@ def test_shapes_that_do_not_fit_are_named_with_what_keeps_them():
     assert caught.value.tensor == conv[0].name
     assert ".*short_conv" in caught.value.next_step
     plan_quantization(find_scheme("W8A8"), [*LLAMA, *conv], [".*short_conv"])
+
+
+def read_split(folder: Path, stacks: dict[str, torch.Tensor], kept: str = "never") -> dict[str, torch.Tensor]:
+    """Return the tensors of a model after its stacks of experts are split, except in modules that `kept` matches."""
+    save_file(stacks, folder / "model.safetensors")
+    place = str(folder)
+    source = read_source(place, find_source(place)).model
+    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in source.shards]
+    source, split = split_experts(source, outputs, re.compile(kept).match)
+    assert [shard.name for shard in source.shards] == [output.name for output in split]
+    plan = make_plan(source, [OutputFile.bare(output) for output in split])
+    rooms = [bytearray(output.nbytes) for output in split]
+    with closing(open_source(plan.source)) as files:
+        execute(plan, files, MemoryTarget([memoryview(room) for room in rooms]), budget=Budget(1, 4096))
+    return {
+        output.name: torch.frombuffer(room, dtype=torch.float32).view(output.shape)
+        for output, room in zip(split, rooms, strict=True)
+    }
+
+
+EXPERTS = "layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_stacked_experts_become_matrices(tmp_path, is_transposed):
+    gate, up, down = torch.randn(3, 6, 8), torch.randn(3, 6, 8), torch.randn(3, 8, 6)
+    stacks = {"gate_up_proj": torch.cat((gate, up), dim=1), "down_proj": down}
+    stored = {
+        f"{EXPERTS}.{name}": stack.mT.contiguous() if is_transposed else stack.clone() for name, stack in stacks.items()
+    }
+    split = read_split(tmp_path, stored)
+    assert len(split) == 9
+    for number in range(3):
+        for name, stack in (("gate", gate), ("up", up), ("down", down)):
+            assert torch.equal(split[f"{EXPERTS}.{number}.{name}_proj.weight"], stack[number])
+
+
+def test_experts_with_biases_and_kept_ones_stay_whole(tmp_path):
+    stored = {f"{EXPERTS}.gate_up_proj": torch.randn(2, 8, 12), f"{EXPERTS}.down_proj": torch.randn(2, 6, 8)}
+    assert read_split(tmp_path, stored, kept=".*experts").keys() == stored.keys()
+    biases = {f"{EXPERTS}.{name}_bias": torch.randn(2, size) for name, size in (("gate_up_proj", 12), ("down_proj", 8))}
+    whole = read_split(tmp_path, stored | biases)
+    assert whole.keys() == stored.keys() | biases.keys()
+    outputs = [OutputTensor(name, "F32", tuple(tensor.shape)) for name, tensor in whole.items()]
+    with pytest.raises(UsageError, match=r"experts.*does not fit") as caught:
+        plan_quantization(find_scheme("W8A8"), [*LLAMA, *outputs])
+    assert ".*experts" in caught.value.next_step
+    assert EXPERTS in plan_quantization(find_scheme("W8A8"), [*LLAMA, *outputs], [".*experts"]).ignored
 
 
 def test_nothing_to_quantize_and_transposed_weights_are_refused():

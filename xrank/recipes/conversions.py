@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
+from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.found_source import OwnConfig
 from xrank.recipes.options import GatherOptions
@@ -760,6 +761,61 @@ def convert_states(source: StoredModel, config: Mapping[str, Any] | None) -> Con
     if not _is_in_files_form(source, transforms, config):
         return convert_to_files(source, config, is_asked=True)
     return _describe(source, convert_model(source, transforms, config, is_save=False), config)
+
+
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parameters with all experts of a layer -> the matrices of each expert."""
+
+
+def split_experts(
+    source: StoredModel, outputs: Sequence[OutputTensor], is_kept: Callable[[str], bool]
+) -> tuple[StoredModel, tuple[OutputTensor, ...]]:
+    """Return a model and its outputs with matrices [out, in] for each expert, as engines read quantized experts.
+
+    Names and rows are those of llm-compressor (llmcompressor/entrypoints/model_free/converter.py:
+    split_fused_moe_experts). Stacks [experts, in, out], such as Llama 4's, are transposed, as llm-compressor does it
+    where it knows the model's class. Others stay whole: those with biases, whose gate and up alternate, those of
+    modules that `is_kept` names, and those without a counterpart that shows which dim is which.
+    """
+    shards = {shard.name: shard for shard in source.shards}
+    shapes = {name: shard.shape for name, shard in shards.items()}
+    known: dict[tuple[str, Shape, bool], dict[str, Placed]] = {}  # equal layers are computed once
+    made: dict[str, list[StoredShard]] = {}
+    for output in outputs:
+        module, _, last = output.name.rpartition(".")
+        pair = [shapes.get(f"{module}.{name}", ()) for name in STACKS]
+        if last not in STACKS or any(len(shape) != 3 for shape in pair) or is_kept(module):
+            continue
+        (_, rows, columns), (_, *down) = pair
+        forms = [rows == 2 * down[1] and columns == down[0], columns == 2 * down[0] and rows == down[1]]
+        if not any(forms) or f"{output.name}_bias" in shapes:
+            continue
+        key = last, output.shape, forms[1]
+        if key not in known:
+            known[key] = _place_experts(*key)
+        made[output.name] = [
+            make_shard(f"{module}.{name}.weight", value.shape, [(shards[output.name], nest) for _, nest in value.parts])
+            for name, value in known[key].items()
+        ]
+    new = [
+        [OutputTensor(shard.name, output.dtype, shard.shape) for shard in made[output.name]]
+        if output.name in made
+        else [output]
+        for output in outputs
+    ]
+    split = tuple(each for shard in source.shards for each in made.get(shard.name, [shard]))
+    return replace(source, shards=split), tuple(output for each in new for output in each)
+
+
+def _place_experts(parameter: str, shape: Shape, is_transposed: bool) -> dict[str, Placed]:
+    """Return the matrices of a stack of experts, by number and name."""
+    whole = place_input("", shape)
+    found: dict[str, Placed] = {}
+    for number, expert in enumerate(_unstack(_swap_dims(whole, 1, 2) if is_transposed else whole, 0)):
+        names = STACKS[parameter]
+        parts = _split(expert, [expert.shape[0] // len(names)] * len(names), 0)
+        found |= {f"{number}.{name}": part for name, part in zip(names, parts, strict=True)}
+    return found
 
 
 def keep_routers(model: StoredModel, options: GatherOptions) -> GatherOptions:

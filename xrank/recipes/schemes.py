@@ -252,6 +252,17 @@ class Quantizing(Struct, frozen=True):
 _PRODUCER = {"name": "modelopt", "version": _VERSIONS["modelopt"]}
 
 
+def find_ignored_patterns(scheme: Scheme, ignore: Iterable[str]) -> tuple[str, ...]:
+    """Return what a scheme ignores, and the caller's `ignore` of `plan_quantization` in llm-compressor's form."""
+    given = [each if each.startswith("re:") or not _METACHARACTERS.search(each) else _anchor(each) for each in ignore]
+    return tuple(dict.fromkeys((*IGNORED, *scheme.ignored, *given)))
+
+
+def is_ignored(module: str, patterns: Iterable[str]) -> bool:
+    """Return whether a module is ignored by such patterns."""
+    return any(_matches(module, pattern) for pattern in patterns)
+
+
 def plan_quantization(
     scheme: Scheme, outputs: Sequence[OutputTensor], ignore: Iterable[str] = (), model_type: object = None
 ) -> Quantizing:
@@ -271,15 +282,14 @@ def plan_quantization(
     if model_type in _CONV1D:
         problem = f"the matrices of {model_type} are [in, out], which no engine reads quantized"
         raise UsageError(problem, got=f"model_type {model_type}", next_step=f"gather without {option('quantize')}")
-    given = [each if each.startswith("re:") or not _METACHARACTERS.search(each) else _anchor(each) for each in ignore]
-    patterns = tuple(dict.fromkeys((*IGNORED, *scheme.ignored, *given)))
-    _check_matches(given, outputs)
+    patterns = find_ignored_patterns(scheme, ignore)
+    _check_matches(patterns[len(IGNORED) + len(scheme.ignored) :], outputs)
     names, ignored, misfits = list[str](), list[str](), dict[str, str]()
     for output in outputs:
         module, _, last = output.name.rpartition(".")
-        if last not in ("weight", *STACKS) or len(output.shape) < 2 or output.dtype not in _PLAIN:
+        if last not in ("weight", *_STACKS) or len(output.shape) < 2 or output.dtype not in _PLAIN:
             continue
-        if module.endswith("norm") or _is_ignored(module, patterns):
+        if module.endswith("norm") or is_ignored(module, patterns):
             ignored.append(module)
         elif (misfit := _find_misfit(scheme, output)) is None:
             names.append(output.name)
@@ -295,8 +305,8 @@ def plan_quantization(
     return Quantizing(scheme, groups, patterns, tuple(dict.fromkeys(ignored)))
 
 
-STACKS = ("gate_up_proj", "down_proj")
-"""Names of the parameters with all experts of a layer."""
+_STACKS = ("gate_up_proj", "down_proj")
+"""Parameters with all experts of a layer, where `xrank.recipes.conversions.split_experts` left them whole."""
 _PLAIN = ("BF16", "F16", "F32")
 _METACHARACTERS = re.compile(r"[\\^$*+?{}\[\]|()]")
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
@@ -317,24 +327,19 @@ def _matches(module: str, pattern: str) -> bool:
     return re.match(pattern[3:], module) is not None if pattern.startswith("re:") else pattern == module
 
 
-def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
-    return any(_matches(module, pattern) for pattern in patterns)
-
-
-def _check_matches(given: Iterable[str], outputs: Sequence[OutputTensor]) -> None:
+def _check_matches(patterns: Iterable[str], outputs: Sequence[OutputTensor]) -> None:
     modules = {_module(output.name) for output in outputs}
-    for pattern in given:
+    for pattern in patterns:
         # Other models may have what is ignored anyway, and scripts name it for all of them.
-        if not any(_matches(each, pattern) for each in modules) and not _is_ignored(
-            pattern.removeprefix("re:"), IGNORED
-        ):
-            example = _module(next((each.name for each in outputs if each.name.endswith(".weight")), "a.weight"))
-            raise UsageError(
-                f"{option('quantize_ignore')}: {pattern!r} matches no module",
-                got=pattern,
-                want=f"a name of a module, such as {example}, or a regular expression for whole names",
-                next_step="xrank inspect --tensors lists the names; a module's is a tensor's without .weight",
-            )
+        if is_ignored(pattern.removeprefix("re:"), IGNORED) or any(_matches(each, pattern) for each in modules):
+            continue
+        example = _module(next((each.name for each in outputs if each.name.endswith(".weight")), "a.weight"))
+        raise UsageError(
+            f"{option('quantize_ignore')}: {pattern!r} matches no module",
+            got=pattern,
+            want=f"a name of a module, such as {example}, or a regular expression for whole names",
+            next_step="xrank inspect --tensors lists the names; a module's is a tensor's without .weight",
+        )
 
 
 def _find_misfit(scheme: Scheme, output: OutputTensor) -> str | None:
