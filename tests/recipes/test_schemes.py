@@ -48,7 +48,7 @@ def plan(name: str, outputs: list[OutputTensor], *ignore: str, dialect: str | No
 @pytest.fixture(autouse=True)
 def missing_encodings(monkeypatch):
     """Stand-ins for encodings that are not there yet."""
-    for name in ("W8A16", "W4A16", "NVFP4A16", "MXFP4A16", "MXFP8", "MODELOPT_FP8", "MODELOPT_NVFP4"):
+    for name in ("W8A16", "W4A16", "NVFP4A16", "MXFP4A16", "MXFP8", "MODELOPT_FP8_CHANNEL", "MODELOPT_NVFP4"):
         if not hasattr(encodings, name):
             monkeypatch.setattr(encodings, name, encodings.W8A8, raising=False)
 
@@ -136,12 +136,12 @@ def test_latents_of_attention_share_a_scale_only_in_modelopts_dialect():
 
 
 def test_shapes_that_do_not_fit_are_named_with_what_keeps_them():
-    conv = outputs_of("model.layers.0.short_conv.weight", shape=(256, 1, 3))
+    odd = outputs_of("model.layers.0.mixer.filter.weight", shape=(256, 1, 3))
     with pytest.raises(UsageError, match="does not fit W8A8") as caught:
-        plan_quantization(find_scheme("W8A8"), [*LLAMA, *conv])
-    assert caught.value.tensor == conv[0].name
-    assert ".*short_conv" in caught.value.next_step
-    plan_quantization(find_scheme("W8A8"), [*LLAMA, *conv], [".*short_conv"])
+        plan_quantization(find_scheme("W8A8"), [*LLAMA, *odd])
+    assert caught.value.tensor == odd[0].name
+    assert ".*filter" in caught.value.next_step
+    plan_quantization(find_scheme("W8A8"), [*LLAMA, *odd], [".*filter"])
 
 
 def read_split(folder: Path, stacks: dict[str, torch.Tensor], kept: str = "never") -> dict[str, torch.Tensor]:
@@ -190,6 +190,13 @@ def test_experts_with_biases_and_kept_ones_stay_whole(tmp_path):
         plan_quantization(find_scheme("W8A8"), [*LLAMA, *outputs])
     assert ".*experts" in caught.value.next_step
     assert EXPERTS in plan_quantization(find_scheme("W8A8"), [*LLAMA, *outputs], [".*experts"]).ignored
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("a.weight", "F8_E4M3"), ("a.weight_packed", "I32"), ("a.qweight", "I32")])
+def test_quantized_models_are_refused(name, dtype):
+    with pytest.raises(UsageError, match="quantized already") as caught:
+        plan_quantization(find_scheme("W8A8"), [*LLAMA, *outputs_of(name, dtype=dtype)])
+    assert "dequantize" in caught.value.next_step
 
 
 def test_nothing_to_quantize_and_transposed_weights_are_refused():

@@ -45,12 +45,13 @@ class Scheme(Struct, frozen=True):
     without which the set does not count."""
     ignored: tuple[str, ...] = ()
     """Modules that are ignored besides `IGNORED`."""
+    constant: str = ""
+    """Name of the arithmetic in `xrank.engine.encodings`, if it is not the scheme's."""
 
     @property
     def encoding(self) -> Encoding:
         """The arithmetic."""
-        prefix = "MODELOPT_" if self.dialect == "modelopt" else ""
-        found: Encoding = getattr(encodings, prefix + self.name)
+        found: Encoding = getattr(encodings, self.constant or self.name)
         return found
 
 
@@ -115,8 +116,8 @@ _SCHEMES = (
     ),
     Scheme("DEEPSEEK_FP8", "deepseek"),
     # ModelOpt's FP8 and NVFP4 have scales of activations, which only data give; vLLM would compute with arbitrary ones.
-    Scheme("FP8", "modelopt", "FP8_PER_CHANNEL_PER_TOKEN"),
-    Scheme("NVFP4", "modelopt", "W4A16_NVFP4", fused=_MODELOPT_FUSED),
+    Scheme("FP8", "modelopt", "FP8_PER_CHANNEL_PER_TOKEN", constant="MODELOPT_FP8_CHANNEL"),
+    Scheme("NVFP4", "modelopt", "W4A16_NVFP4", fused=_MODELOPT_FUSED, constant="MODELOPT_NVFP4"),
 )
 _CALIBRATED = re.compile("GPTQ|AWQ|SMOOTH|AUTOROUND|SPINQUANT|IMATRIX|^INT4|^FP8$|^NVFP4$|_STATIC")
 """Names of methods and schemes that need data."""
@@ -161,17 +162,19 @@ def _has_arguments(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 IGNORED = (
-    "re:.*embed.*",
+    "re:.*(embed|_emb).*",
     "re:(.*[.])?(wte|wpe|shared|relative_attention_bias)$",
-    "re:.*norm.*",
+    "re:.*(norm|conv)[^.]*$",
     "re:.*(lm_head|shared_head|eh_proj).*",
     "re:(.*[.])?(score|classifier|gate|router|shared_expert_gate)([.].*)?$",
-    "re:.*conv1d.*",
     "re:.*(vision|visual|audio|projector|connector).*",
 )
-"""Modules that are never quantized, as llm-compressor's examples ignore them: embeddings, norms, heads and what leads
-to the heads of speculative layers, routers, and the towers of other inputs with their projectors. In config.json also
-where a model has no such module: a tied head has no tensor, and loaders still ask whether it is quantized."""
+"""Modules that are never quantized, as llm-compressor's examples ignore them: embeddings, norms, convolutions, heads
+with what leads to the heads of speculative layers, routers, and the towers of other inputs with their projectors.
+
+config.json has them also where a model has no such module: a tied head has no tensor, and loaders ask whether it is
+quantized. Of 302 classes of transformers that generate text no other module has a matrix without being a Linear.
+"""
 
 
 class Quantizing(Struct, frozen=True):
@@ -276,9 +279,14 @@ def plan_quantization(
         model_type: that of config.json.
 
     Raises:
-        UsageError: a weight's shape or type does not fit the scheme, an expression matches no module, or nothing is
-            left to quantize.
+        UsageError: the model is quantized already, a weight's shape or type does not fit the scheme, an expression
+            matches no module, or nothing is left to quantize.
     """
+    known = next((each for each in outputs if each.dtype.startswith("F8") or _CODES.fullmatch(each.name)), None)
+    if known is not None:
+        got, step = f"{known.dtype} {list(known.shape)}", f"decode it with {option('dequantize', True)}"
+        problem = f"{known.name}: the model is quantized already"
+        raise UsageError(problem, tensor=known.name, got=got, want="weights in floating point", next_step=step)
     if model_type in _CONV1D:
         problem = f"the matrices of {model_type} are [in, out], which no engine reads quantized"
         raise UsageError(problem, got=f"model_type {model_type}", next_step=f"gather without {option('quantize')}")
@@ -308,8 +316,10 @@ def plan_quantization(
 _STACKS = ("gate_up_proj", "down_proj")
 """Parameters with all experts of a layer, where `xrank.recipes.conversions.split_experts` left them whole."""
 _PLAIN = ("BF16", "F16", "F32")
+_CODES = re.compile(r".*(weight_scale(_inv)?|weight_packed|proj_blocks|[._]qweight|weight\.absmax)")
+"""Names of tensors that only a quantized model has."""
 _METACHARACTERS = re.compile(r"[\\^$*+?{}\[\]|()]")
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 """Model types with transformers' Conv1D in the place of Linear."""
 
 
