@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -390,17 +391,16 @@ def _summarize(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
 
     modelopt/torch/export/quant_utils.py: _prefix_wildcard_summarize_exclude_modules.
     """
-    starts = {name[:end] for name in quantized for end in range(len(name) + 1)}
+    known = sorted(quantized)
+
+    def is_shared(start: str) -> bool:
+        at = bisect_left(known, start)
+        return at < len(known) and known[at].startswith(start)
+
     found = set()
     for name in ignored:
         dots = [at for at, letter in enumerate(name) if letter == "."]
-        shortest = name
-        for at in dots:
-            if name[:at] not in starts:
-                shortest = name[:at] + "*"
-                break
-            if name[: at + 1] not in starts:
-                shortest = name[:at] + ".*"
-                break
-        found.add(shortest)
+        # Both ends of each part: "visual" also begins the name of a "visualizer".
+        starts = (name[:end] for at in dots for end in (at, at + 1))
+        found.add(next((f"{start}*" for start in starts if not is_shared(start)), name))
     return sorted(found)
