@@ -10,6 +10,7 @@ import pickle
 import random
 import struct
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -226,6 +227,18 @@ def test_many_objects_of_a_small_file_are_refused(code):
     units = (code % k if b"%" in code else code for k in range(100_000))
     with pytest.raises(UsageError, match="more objects than xrank reads"):
         PickleReader(b"\x80\x02" + b"".join(units) + b".", ORIGIN, {}, max_made_nbytes=1 << 20).read()
+
+
+def test_a_million_names_take_little_memory():
+    # Each \x93 names what two values say; here the first has none to take.
+    data = b"\x80\x04" + b"\x93" * 1_000_000 + b"."
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError):
+            read_pickle(data, ORIGIN)
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(data)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_memo_of_sparse_numbers_is_that_of_pickle():

@@ -293,11 +293,11 @@ def _parse_count(raw: bytes) -> int:
     return int.from_bytes(raw[2 if opcode == 0x8A else 1 :], "little", signed=opcode in (0x8A, 0x4A))
 
 
-def _original_places(places: Sequence[int], runs: Sequence[_Run]) -> list[int]:
+def _original_places(places: array[int], runs: Sequence[_Run]) -> array[int]:
     """Return places in a pickle without its runs as places in the whole pickle."""
     cut = np.cumsum([0, *(run.stop - run.start - 1 for run in runs)])
     starts = np.array([run.start for run in runs]) - cut[:-1]
-    return [int(place) for place in np.array(places, dtype=np.int64) + cut[np.searchsorted(starts, places)]]
+    return array("q", (np.array(places, dtype=np.int64) + cut[np.searchsorted(starts, places)]).tobytes())
 
 
 class _Places:

@@ -11,6 +11,7 @@ import io
 import pickle
 import pickletools
 import re
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
@@ -552,7 +553,7 @@ class PickleScan:
         """The memo numbers that are read."""
         self.is_in_order = True
         """Whether the pickle numbers its memo values in order, as picklers do (Modules/_pickle.c: memo_put)."""
-        self.named_at: list[int] = []
+        self.named_at = array("q")  # as numbers of Python, those of a hostile pickle would take 40 times its bytes
         """For each time that the pickle names a class or function, the byte after the name."""
         lengths, costs = [int(bool(runs)), *OPCODE_LENGTHS[1:]], np.array(_COSTS)
         made_nbytes = num_marks = largest = num_puts = num_runs = start = 0
@@ -580,7 +581,7 @@ class PickleScan:
             for opcode, nbytes in ((_BINGET, 1), (_LONG_BINGET, 4)):
                 self.gets.append(self._arguments(places[opcodes == opcode], nbytes))
             is_name = (opcodes == _GLOBAL) | (opcodes == _STACK_GLOBAL)
-            self.named_at += np.append(places, start)[1:][is_name].tolist()
+            self.named_at.frombytes(np.append(places, start)[1:][is_name].tobytes())
             num_puts, num_runs = int(ordinals[-1]) + 1, num_runs + int(counts[RUN])
             if start > len(data):
                 raise _damaged(origin, len(data), "no end")
