@@ -181,6 +181,9 @@ def _gathers(folder: Path) -> Iterator[Job]:
         ("gather, verify", {"verify": True, "resume": False}),
         ("gather, one file", {"max_shard_size": "5GB"}),
         ("gather, code and chat templates", {}),
+        ("gather, quantized", {"quantize": "FP8_DYNAMIC"}),
+        ("gather, quantized, overwrite", {"quantize": "FP8_BLOCK", "overwrite": True}),
+        ("gather, quantized, resumed", {"quantize": "W8A8"}),
     ):
         place = folder / name.replace(", ", "-").replace(" ", "-")
         base = place / "base"

@@ -33,11 +33,12 @@ def make_part(rank: int) -> tuple[dict[str, torch.Tensor], LayoutMap]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", ["plain", "transform", "background"])
+@pytest.mark.parametrize("way", ["plain", "transform", "quantize", "background"])
 def test_ranks_export_what_they_export_to_a_folder(rank: int, small_bucket: Bucket, tmp_path: Path, way: str) -> None:
     part, layouts = make_part(rank)
     options = {"layouts": layouts, "max_shard_size": "10MB", "config_overrides": {"model_type": "llama"}}
     options |= {"transform": quantize} if way == "transform" else {}
+    options |= {"quantize": "FP8_BLOCK"} if way == "quantize" else {}
     with patch.dict(os.environ, small_bucket.environment()):
         url = f"{small_bucket.url}/models/live"
         if way == "background":

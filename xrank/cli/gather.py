@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
     from xrank.engine.report import OutputFacts, Report
+
+
+def _list_schemes() -> list[str]:
+    from xrank.recipes.schemes import list_schemes  # slow to import for a command's help
+
+    return list_schemes()
 
 
 @click.command(
@@ -63,6 +70,16 @@ if TYPE_CHECKING:
     help="Write LoRA adapters as a PEFT folder, or merge them into the model.  [default: separate]",
 )
 @click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC lacks one.")
+@click.option(
+    "--quantize",
+    metavar="SCHEME",
+    shell_complete=options.completing(_list_schemes),
+    help="Write matrices quantized: FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A16, W4A16, NVFP4A16, MXFP4A16, MXFP8 or "
+    "DEEPSEEK_FP8.",
+)
+@click.option("--quantize-ignore", multiple=True, metavar="REGEX", help="Modules that stay as they are.")
+@click.option("--quantization-error", is_flag=True, help="With --quantize: measure errors, by kind of module.")
+@click.option("--dialect", metavar="modelopt", help="ModelOpt's form, for --quantize FP8 or NVFP4.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")
 @click.option(
     "--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an interrupted run."
@@ -135,7 +152,9 @@ def source_row(report: Report) -> tuple[str, str]:
 def proof_row(report: Report) -> tuple[str, str]:
     """Return the row about the proof."""
     proof = report.proof
-    facts = [f"{plural(report.num_tensors, 'tensor')}, every element exactly once"]
+    quantized = report.made.quantized
+    num_tensors = quantized["num_sources"] if quantized else report.num_tensors
+    facts = [f"{plural(num_tensors, 'tensor')}, every element exactly once"]
     if "num_checksums" in proof:
         good = f"{plural(proof.num_checksums, 'checksum')} good"
         facts.append(good if proof.num_checksums else "no checksums to compare")
@@ -161,6 +180,8 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
     rows = [source_row(report), proof_row(report), *output_rows(made, "which is written once")]
     if made.merged:
         rows.append(("adapter", f"merged into {plural(len(made.merged), 'tensor')}"))
+    if made.quantized:
+        rows += _quantized_rows(made.quantized)
     if made.excluded:
         rows.append(("left out", f"{plural(len(made.excluded), 'tensor')}: {list_text(made.excluded)}"))
     if is_verbose:
@@ -175,6 +196,16 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
 
         rows.append(("signed", f"{report.path}/{SIGNATURE_NAME}, every file"))
     return [*rows, outcome]
+
+
+def _quantized_rows(quantized: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kept = f"; {len(quantized['ignored'])} stay as they are" if quantized["ignored"] else ""
+    yield "quantized", f"{plural(quantized['num_tensors'], 'tensor')} by {quantized['scheme']}{kept}"
+    for kind, error in quantized.get("errors", {}).items():
+        yield (
+            "error",
+            f"{kind}: {error['mean']:.2%} of the mean magnitude, at most {error['largest']:.2%} of the largest",
+        )
 
 
 def _outcome_row(report: Report, what: str) -> tuple[str, str]:

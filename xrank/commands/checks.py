@@ -14,7 +14,7 @@ from xrank.engine.executor import Budget, Outcome
 from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read_through
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import ProofFacts, SourceFacts
-from xrank.engine.rounds import Outputs, Work, make_in_rounds
+from xrank.engine.rounds import Outputs, Work, make_files, make_in_rounds
 from xrank.engine.sources import open_source
 from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
@@ -28,6 +28,7 @@ from xrank.storage.places import digest_plain_file
 
 if TYPE_CHECKING:
     from xrank.layout import LayoutMap
+    from xrank.recipes.decision import FolderPlan
     from xrank.recipes.found_source import BaseModel
 
 COPY_AGAIN = "gather the model again, or copy the file again from a good copy"
@@ -46,33 +47,54 @@ class Check(Struct, frozen=True, eq=False):
     """A check that was planned from metadata and has not read the data yet."""
 
     plan: Plan
-    judge: Callable[[Outcome], Verdict]
-    """Returns the facts of a sound outcome, or raises an error about it."""
+    judge: Callable[..., Verdict]
+    """Returns the facts of a sound outcome, or raises an error about it; it gets that of `made`, too, if there is one.
+    """
     explain: Callable[[XrankError], XrankError] = lambda error: error
     """Returns an error of the reading in the words of this check."""
+    made: FolderPlan | None = None
+    """A folder that is made and not written, to compare what was read with it."""
 
 
 def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
     """Run a check, the same on all ranks; return the verdict of the first rank, which judges, and None on others."""
     try:
-        with hash_beside(check.plan.source.hashes, team) as finish_hashes:
-            if team.size == 1:
-                outcome = read_through(check.plan, budget, progress)
-            else:
-                show = progress or (lambda done, total: None)
-                with closing(open_source(check.plan.source)) as source:
-                    outcome = make_in_rounds(
-                        team,
-                        Work(check.plan, source, budget),
-                        range(len(check.plan.files)),
-                        Outputs(),
-                        what="the verification",
-                        progress=lambda done: show(done, check.plan.nbytes),
-                    )
-            finish_hashes()
+        outcomes = [_run(check.plan, budget, progress, team)]
+        if check.made is not None:
+            outcomes.append(_make(check.made, budget, team))
     except XrankError as error:
         raise check.explain(error) from error
-    return check.judge(outcome) if team.is_first else None
+    return check.judge(*outcomes) if team.is_first else None
+
+
+def _make(planned: FolderPlan, budget: Budget, team: Team) -> Outcome:
+    from xrank.engine.transformed_files import make_transformed  # few checks need this module
+
+    with hash_beside(planned.source.hashes, team) as finish, closing(open_source(planned.plan.source)) as source:
+        work = Work(planned.plan, source, budget, transforms=planned.transforms, make_transformed=make_transformed)
+        outcome = make_files(team, work, range(len(planned.plan.files)), Outputs(), what="the comparison")
+        source.check_unchanged()
+        finish()
+    return outcome
+
+
+def _run(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
+    with hash_beside(plan.source.hashes, team) as finish_hashes:
+        if team.size == 1:
+            outcome = read_through(plan, budget, progress)
+        else:
+            show = progress or (lambda done, total: None)
+            with closing(open_source(plan.source)) as source:
+                outcome = make_in_rounds(
+                    team,
+                    Work(plan, source, budget),
+                    range(len(plan.files)),
+                    Outputs(),
+                    what="the verification",
+                    progress=lambda done: show(done, plan.nbytes),
+                )
+        finish_hashes()
+    return outcome
 
 
 def plan_manifest_check(path: str, base: BaseModel | None) -> Check:

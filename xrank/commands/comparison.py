@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -21,11 +22,11 @@ from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, TensorPlan, make_plan, select_tensors
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.sources import open_source
-from xrank.engine.windows import WINDOW_NBYTES
+from xrank.engine.windows import WINDOW_NBYTES, digest_text
 from xrank.errors import ContradictionError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
 from xrank.layout.coverage import range_text
-from xrank.layout.output_files import OutputTensor
+from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard, merge_models
 from xrank.readers.discovery import find_source
 from xrank.recipes.adapter_names import PREFIX, AdapterNames, find_adapter, find_config
@@ -39,7 +40,7 @@ from xrank.recipes.adapters import (
     describe_merges,
 )
 from xrank.recipes.conversions import TABLE, convert_to_files
-from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.decision import Purpose, Request, decide, plan_found
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe import match
@@ -510,6 +511,10 @@ def plan_comparison(
     the tensors of each side that it fits; `part` and `world_size` are those of `path`.
     """
     sides = read_sides(path, other_path, base=base, layouts=layouts, part=part, world_size=world_size)
+    quantized = [side for side in sides if side.manifest.get("quantized")]
+    if len(quantized) == 1:
+        plain = next(side for side in sides if side is not quantized[0])
+        return _plan_quantized(plain, quantized[0], adapter_config, base=base, recipe=recipe, layouts=layouts)
     adapted = [side for side in sides if side.names is not None]
     if adapter_config is not None and not adapted:
         raise UsageError(
@@ -544,6 +549,60 @@ def plan_comparison(
         )
 
     return Check(plan, judge, lambda error: _rename_error(error, pair, found))
+
+
+def _plan_quantized(
+    plain: ComparedSide,
+    made: ComparedSide,
+    adapter_config: str | os.PathLike[str] | None,
+    *,
+    base: BaseModel | None,
+    recipe: str | os.PathLike[str] | None,
+    layouts: LayoutMap | None,
+) -> Check:
+    """Return the check that quantizes one side again, by the options in the other's manifest, and compares the bits."""
+    told, merged = made.manifest["quantized"], made.manifest.get("merged")
+    options = GatherOptions(
+        dtype=told["dtype"],
+        quantize=told["scheme"],
+        quantize_ignore=told["ignore"],
+        dialect=told["dialect"],
+        exclude=[re.escape(name) for name in made.manifest["excluded"]],
+        adapter="merge" if merged else None,
+        adapter_config=adapter_config if merged else None,
+    )
+    source = plain.source if plain.source.config else replace(plain.source, config=made.source.config)
+    planned = plan_found(source, plain.place, options, base, layouts, recipe)
+    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in made.model.shards]
+    plan = make_plan(made.model, [OutputFile.bare(output) for output in outputs])
+
+    def judge(read: Outcome, again: Outcome) -> Verdict:
+        want = {
+            tensor.output.name: digest
+            for index, file in enumerate(planned.plan.files)
+            for tensor, digest in zip(file.tensors, again.files[index].tensor_digests, strict=True)
+        }
+        got = {output.name: read.files[index].tensor_digests[0] for index, output in enumerate(outputs)}
+        for name in (*want, *got):
+            if want.get(name) != got.get(name):
+                texts = [digest_text(each[name]) if name in each else "no such tensor" for each in (got, want)]
+                raise ContradictionError(
+                    f"{name} in {made.path} is not what quantizing {plain.path} by {told['scheme']} gives",
+                    tensor=name,
+                    file=made.path,
+                    got=texts[0],
+                    want=texts[1],
+                    next_step=NOT_COPIES,
+                )
+        notes = (("quantized", f"{plain.path} was quantized again by {told['scheme']}, as the manifest says"),)
+        return Verdict(
+            SourceFacts(path=plain.path, format=plain.model.format),
+            ProofFacts(against=made.path, num_checksums=again.num_checksums),
+            outputs,
+            (*notes, *plain.notes, *made.notes),
+        )
+
+    return Check(plan, judge, made=planned)
 
 
 def _plan(

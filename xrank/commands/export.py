@@ -51,6 +51,9 @@ def export_model(
     max_shard_size: str | int = "5GB",
     transform: Transform | None = None,
     adapter: AdapterChoice | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    dialect: str | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
@@ -74,6 +77,9 @@ def export_model(
     max_shard_size: str | int = "5GB",
     transform: Transform | None = None,
     adapter: AdapterChoice | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    dialect: str | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
@@ -97,6 +103,9 @@ def export_model(
     max_shard_size: str | int = "5GB",
     transform: Transform | None = None,
     adapter: AdapterChoice | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    dialect: str | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
@@ -135,6 +144,10 @@ def export_model(
             learn names, shapes and dtypes; then one rank calls it for each tensor.
         adapter: ``"separate"`` writes LoRA adapters as a PEFT folder beside the model, ``"merge"`` adds them to it;
             None: ``"separate"``. A `PeftModel` brings their configuration.
+        quantize: write matrices quantized, as `xrank.gather_checkpoint`; so are `quantize_ignore` and `dialect`. Ranks
+            read each other's parts, band by band: none holds a whole tensor.
+        quantize_ignore: modules that stay as they are.
+        dialect: the form of the quantized folder.
         config_overrides: additional or replaced content of config.json.
         max_memory: bytes of each rank's buffers; None: ``"64MB"``. With `background`, bytes of the buffers and the
             copy; None: the copy may take this rank's share of the memory that its host has left.
@@ -183,6 +196,9 @@ def export_model(
                 # Ranks of one host share its cores.
                 workers=None if team.size == 1 else max(1, default_workers() // team.num_here),
                 adapter=adapter,
+                quantize=quantize,
+                quantize_ignore=quantize_ignore,
+                dialect=dialect,
                 overwrite=overwrite,
             ),
             live_layouts(layouts, mesh),
@@ -227,6 +243,9 @@ def save_model(
     max_shard_size: str | int = "5GB",
     transform: Transform | None = None,
     adapter: AdapterChoice | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    dialect: str | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
@@ -246,6 +265,9 @@ def save_model(
         max_shard_size: bytes of tensors in a file.
         transform: makes other tensors of whole ones, as `export_model`.
         adapter: the form of LoRA adapters.
+        quantize: as `export_model`; so are `quantize_ignore` and `dialect`.
+        quantize_ignore: modules that stay as they are.
+        dialect: the form of the quantized folder.
         config_overrides: additional or replaced content of config.json.
         max_memory: bytes of the buffers; None: ``"64MB"``.
         overwrite: whether an existing model may be replaced.
@@ -275,6 +297,9 @@ def save_model(
             max_shard_size=max_shard_size,
             max_memory=_buffers(max_memory, background=False),
             adapter=adapter,
+            quantize=quantize,
+            quantize_ignore=quantize_ignore,
+            dialect=dialect,
             overwrite=overwrite,
         ),
         recipe=recipe,

@@ -32,6 +32,7 @@ from xrank.storage.commit import JournalLine, Stage
 from xrank.storage.manifest import (
     MANIFEST_NAME,
     ManifestFile,
+    ManifestQuantization,
     ManifestSource,
     ManifestTensor,
     manifest_blocks,
@@ -61,12 +62,12 @@ def make_output(
     options = planned.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
     windows = None if options.sign is None else FileHashes()
-    transforms = planned.transforms if isinstance(planned, FolderPlan) else None
+    transforms = planned.transforms
     work = Work(planned.plan, source, options.budget, options.replicas, holder, transforms, windows)
     if transforms is not None:
         from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
 
-        work = replace(work, make_transformed=make_transformed)
+        work = replace(work, make_transformed=make_transformed, measures_errors=options.quantization_error)
     with hash_beside(planned.source.hashes, team) as finish_hashes:
         if not team.is_first:
             from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module
@@ -123,6 +124,7 @@ def _write_lists(
             "excluded": planned.selection.excluded,
             "merged": describe_merges(planned.plan),
             "transformed": transforms.made_of if transforms is not None else None,
+            "quantized": _quantization(planned),
             "padding_dropped": planned.padding_dropped,
         }
     source, plan = planned.source, planned.plan
@@ -149,6 +151,13 @@ def _write_lists(
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, blocks)
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
+
+
+def _quantization(planned: FolderPlan) -> ManifestQuantization | None:
+    options, quantizing = planned.options, planned.quantizing
+    if quantizing is None:
+        return None
+    return ManifestQuantization(quantizing.scheme.name, options.dialect, tuple(options.quantize_ignore), options.dtype)
 
 
 def make_once(

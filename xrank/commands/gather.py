@@ -114,6 +114,10 @@ def gather_checkpoint(
     replicas: ReplicaChoice = "verify",
     adapter: AdapterChoice | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    quantization_error: bool = False,
+    dialect: str | None = None,
     overwrite: bool = False,
     resume: bool = True,
     verify: bool | None = None,
@@ -160,6 +164,13 @@ def gather_checkpoint(
         adapter: ``"separate"`` writes LoRA adapters as a PEFT folder, ``"merge"`` adds them to the model, which
             for an adapter alone is the base model; None: ``"separate"``.
         adapter_config: PEFT's ``adapter_config.json``, if the source lacks one.
+        quantize: write the model's matrices quantized, by a scheme that needs no calibration: ``"FP8_DYNAMIC"``,
+            ``"FP8_BLOCK"``, ``"W8A8"``, ``"W8A16"``, ``"W4A16"``, ``"NVFP4A16"``, ``"MXFP4A16"``, ``"MXFP8"``, bit for
+            bit as llm-compressor's ``model_free_ptq`` makes them of the plain folder, or ``"DEEPSEEK_FP8"``.
+        quantize_ignore: regular expressions of modules that stay as they are, beside embeddings, norms, heads, routers
+            and the towers of other inputs.
+        quantization_error: measure how far the quantized values are from the others, for the report.
+        dialect: ``"modelopt"`` for the schemes ``"FP8"`` and ``"NVFP4"`` in ModelOpt's form; None: compressed-tensors.
         overwrite: whether an existing model may be replaced.
         resume: whether to keep the finished parts of an interrupted run.
         verify: whether to read the stage back before the rename; None: if an output is replaced.

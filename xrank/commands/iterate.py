@@ -36,6 +36,9 @@ def iter_model(
     dtype: str | torch.dtype | None = None,
     transform: Transform | None = None,
     adapter: AdapterChoice | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    dialect: str | None = None,
     ranks: Literal["first", "all"] = "first",
     max_memory: str | int = "64MB",
     group: ProcessGroup | None = None,
@@ -63,6 +66,10 @@ def iter_model(
         transform: called by the iterating thread, on each rank that takes tensors.
         adapter: ``"separate"`` yields the base model's tensors, then those of LoRA adapters under the names in PEFT's
             files, such as ``base_model.model.<module>.lora_A.weight``; ``"merge"`` yields the sums; None: separate.
+        quantize: yield quantized tensors, codes, then scales and constants, as `xrank.gather_checkpoint` writes them;
+            so are `quantize_ignore` and `dialect`.
+        quantize_ignore: modules that stay as they are.
+        dialect: the names of the quantized tensors.
         ranks: the ranks that take tensors: ``"first"``, the first rank of the group, or ``"all"``.
         max_memory: bytes of a rank's buffers and of tensors made ahead; a single larger tensor may exceed it.
         group: the ranks; None: all of the world.
@@ -84,7 +91,14 @@ def iter_model(
 
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
-        options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, adapter=adapter)
+        options = GatherOptions(
+            dtype=dtype_choice(dtype),
+            max_memory=max_memory,
+            adapter=adapter,
+            quantize=quantize,
+            quantize_ignore=quantize_ignore,
+            dialect=dialect,
+        )
         if ranks not in ("first", "all"):
             raise wrong_value("ranks", ranks, "'first' or 'all'", step="give one of the two")
         split_budget(options.max_memory_nbytes, options.num_workers)

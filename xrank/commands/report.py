@@ -65,9 +65,20 @@ def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     selection, merged, transforms = planned.selection, describe_merges(planned.plan), planned.transforms
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
     transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}
+    counts = count_outputs(selection.outputs)
+    if planned.quantizing is not None:
+        transformed = {
+            "quantized": {
+                "scheme": planned.quantizing.scheme.name,
+                "num_tensors": sum(map(len, planned.quantizing.groups)),
+                "num_sources": len(planned.decision.selection.outputs),
+                "ignored": planned.quantizing.ignored,
+            }
+        }
+        counts["num_parameters"] = count_outputs(planned.decision.selection.outputs)["num_parameters"]
     return OutputFacts(
         path=path,
-        **count_outputs(selection.outputs),
+        **counts,
         tied=[[target, *names] for target, names in selection.tied.items()],
         padding_dropped=planned.padding_dropped,
         excluded=list(selection.excluded),
@@ -124,6 +135,12 @@ def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, pat
             num_replicas_compared=found.num_replicas_compared, num_checksums=found.outcome.num_checksums
         )
         output = output.extended(resumed_nbytes=found.resumed_nbytes, shared_nbytes=found.outcome.shared_nbytes)
+        if errors := found.outcome.errors:
+            from xrank.engine.encodings import EncodingError  # reports of other commands need no arithmetic
+
+            known = {kind: EncodingError(*fields) for kind, fields in sorted(errors.items())}
+            told = {kind: {"mean": one.mean, "largest": one.largest} for kind, one in known.items()}
+            output = output.extended(quantized={**output.quantized, "errors": told})
     return timed_report(
         command,
         started,

@@ -22,6 +22,7 @@ from xrank.commands.report import WrittenOutput, folder_report, read_report, rep
 from xrank.engine.companions import CompanionFile
 from xrank.engine.planner import FilePlan, Plan
 from xrank.engine.report import Report, timed_report
+from xrank.engine.transforms import TransformedTensor, Transforms
 from xrank.layout.stored_model import RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.failure import damage_error
 from xrank.ranks.team import Team
@@ -43,6 +44,14 @@ class _Source(Struct, frozen=True, eq=False):
     hashes: tuple[RecordedHash, ...]
 
 
+class _SentTransforms(Struct, frozen=True, eq=False):
+    """The tensors to encode; no caller's function is sent."""
+
+    files: tuple[FilePlan, ...]
+    tensors: tuple[TransformedTensor, ...]
+    order: tuple[str, ...]
+
+
 class _SentPlan(Struct, frozen=True, eq=False):
     """A plan as the first rank sends it."""
 
@@ -51,12 +60,14 @@ class _SentPlan(Struct, frozen=True, eq=False):
     digest: str
     report: str
     """The report before anything is written, by `report_text`."""
+    transforms: _SentTransforms | None
 
 
 class ReceivedPlan(Struct, frozen=True, eq=False):
     """A plan that the first rank has proven, in the place of a `FolderPlan` on the others."""
 
     plan: Plan
+    transforms: Transforms | None
     digest: str
     options: GatherOptions
     """This rank's own."""
@@ -122,7 +133,10 @@ def _encode_plan(planned: FolderPlan, report: str) -> bytes:
     source = planned.plan.source
     parts = {name: getattr(source, name) for name in _Source.__struct_fields__}
     whole = _Source(**parts | {"hashes": planned.source.hashes})
-    return msgspec.msgpack.encode(_SentPlan(whole, planned.plan.files, planned.digest, report), enc_hook=_array_parts)
+    found = planned.transforms
+    transforms = None if found is None else _SentTransforms(found.sources.files, found.tensors, found.order)
+    sent = _SentPlan(whole, planned.plan.files, planned.digest, report, transforms)
+    return msgspec.msgpack.encode(sent, enc_hook=_array_parts)
 
 
 def _array_parts(value: object) -> tuple[str, tuple[int, ...], bytes]:
@@ -141,7 +155,9 @@ def _decode_plan(data: bytes, options: GatherOptions) -> ReceivedPlan:
         return known[key]
 
     sent = msgspec.msgpack.decode(data, type=_SentPlan, dec_hook=make_array)
-    return ReceivedPlan(Plan(StoredModel(**asdict(sent.source)), sent.files), sent.digest, options, sent.report)
+    source, found = StoredModel(**asdict(sent.source)), sent.transforms
+    transforms = None if found is None else Transforms(Plan(source, found.files), found.tensors, found.order)
+    return ReceivedPlan(Plan(source, sent.files), transforms, sent.digest, options, sent.report)
 
 
 def _seal(secret: bytes, data: bytes) -> str:

@@ -192,12 +192,12 @@ def _kind(plan: TensorPlan) -> str:
 class Worker:
     """Makes windows until none is left; reports an exception to the execution."""
 
-    def __init__(self, shared: _Execution, staging_nbytes: int, num_windows: int) -> None:
+    def __init__(self, shared: _Execution, staging_nbytes: int, windows_nbytes: int) -> None:
         self._shared = shared
         self.ended = threading.Event()
         self._window = memoryview(b"")
         """The run of windows that is being made: the worker's own memory, or the target's."""
-        self._own_windows = take_memory(num_windows * WINDOW_NBYTES, "a worker's windows")
+        self._own_windows = take_memory(windows_nbytes, "a worker's windows")
         self._staging = take_memory(staging_nbytes, "a worker's buffer")
         self._stored: memoryview | None = None
         """Stored elements of a tensor with an update, as many as fit a window."""
@@ -408,6 +408,8 @@ class Outcome(Struct):
     """Bytes whose blocks the file system shares with the source; they were not written."""
     differences: dict[str, dict[int, int]] = field(default_factory=dict)
     """Tensor -> rank -> number of differing elements, if the lowest rank's were picked."""
+    errors: dict[str, Sequence[float]] = field(default_factory=dict)
+    """Last part of a module's name -> the fields of the `EncodingError` of all such modules, if it was asked for."""
 
 
 def execute(
@@ -458,12 +460,14 @@ def execute(
     share_memory: Callable[[int, int], tuple[int, int]] | None = getattr(target, "share_memory", None)
     whole = range(len(plan.files)) if files is None else files
     # Only what is made here is looked at: a caller that takes tensors one by one calls this for each.
+    largest = max((plan.files[index].output.window_nbytes for index in (shares or whole)), default=0)
     is_straight = objects is None or is_mostly_straight(plan, whole if shares is None else [*shares], objects)
+    is_straight = is_straight and largest <= WINDOW_NBYTES
     parts = None
     if share_memory is not None:
-        largest_nbytes = max((file.output.nbytes for file in plan.files), default=0)
+        most_nbytes = max((file.output.nbytes for file in plan.files), default=0)
         allowed = max(budget.allowed_nbytes, budget.nbytes)
-        parts = share_memory(allowed * 5 // 8 if is_straight else allowed // 3, largest_nbytes)
+        parts = share_memory(allowed * 5 // 8 if is_straight else allowed // 3, most_nbytes)
     if objects is not None:
         in_memory = hasattr(target, "place")
         budget = budget.share_with(objects, parts, in_memory=in_memory, is_straight=is_straight)
@@ -473,7 +477,8 @@ def execute(
     )
     state.file_hashes = file_hashes
     state.queue = state.windows([(index, None) for index in whole] if shares is None else shares.items())
-    workers = [Worker(state, budget.staging_nbytes, budget.num_windows) for _ in range(budget.workers)]
+    windows_nbytes = budget.num_windows * max(largest, WINDOW_NBYTES)
+    workers = [Worker(state, budget.staging_nbytes, windows_nbytes) for _ in range(budget.workers)]
     threads = [threading.Thread(target=worker.work, name=f"xrank-worker-{i}") for i, worker in enumerate(workers)]
     try:
         for thread in threads:

@@ -162,6 +162,9 @@ class OutputFacts(Facts):
     """Small files beside the weights."""
     transformed: Mapping[str, str] = _NONE
     """Output name -> name of the tensor that a transform made it of."""
+    quantized: Mapping[str, Any] = _NONE
+    """``scheme``, ``num_tensors`` that are quantized, of ``num_sources`` in all, ``ignored`` modules, and if
+    asked for ``errors``, by kind of module: ``mean`` relative to the mean magnitude, ``largest`` to the largest."""
     files: Sequence[FileFacts] = ()
     resumed_nbytes: int = 0
     """Bytes that an earlier, interrupted run had finished."""

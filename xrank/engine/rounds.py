@@ -32,7 +32,15 @@ from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import make_checksums
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.engine.replicas import ReplicaChoice, prefer_own_copies
-from xrank.engine.windows import BoolArray, FileHashes, FilePart, FinishedFile, JoinedFile, read_rest
+from xrank.engine.windows import (
+    BoolArray,
+    FileHashes,
+    FilePart,
+    FinishedFile,
+    JoinedFile,
+    RecordChecksums,
+    read_rest,
+)
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import PlacedBytes
 from xrank.ranks.team import Team
@@ -284,7 +292,9 @@ class Work(Struct, frozen=True, eq=False):
     """Outputs of a caller's function on a live model's tensors; they are in separate files."""
     file_hashes: FileHashes | None = None
     """Hashes the files that this rank writes alone, for a signature."""
-    make_transformed: Callable[..., Outcome] | None = None
+    measures_errors: bool = False
+    """Whether the errors of encoded tensors are measured."""
+    make_transformed: Callable[..., None] | None = None
     """`xrank.engine.transformed_files.make_transformed`, if there are transforms."""
 
     def split_files(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -310,6 +320,8 @@ class PartialResults(Struct, frozen=True):
     """Bytes in this round, as in `Outcome.shared_nbytes`."""
     odd: Sequence[tuple[int, int, bytes]] = ()
     """(File, offset, bytes) of pages that the first rank writes."""
+    errors: Mapping[str, Sequence[float]] = {}
+    """As in `Outcome.errors`."""
 
 
 _logger = logging.getLogger(__name__)
@@ -369,6 +381,7 @@ def make_files(
     A process alone closes `outputs` itself, and checks itself that the source has not changed.
     """
     copied, last = work.split_files(files)
+    checksums = make_checksums(work.plan)
     if team.size > 1:
         outcome = make_in_rounds(team, work, copied, outputs, what=what, progress=progress)
     else:
@@ -378,6 +391,7 @@ def make_files(
             outputs.target,
             budget=work.budget,
             files=copied,
+            checksums=checksums,
             file_hashes=work.file_hashes,
             replicas=work.replicas,
             begin=outputs.begin,
@@ -386,7 +400,12 @@ def make_files(
         )
     if last:
         assert work.make_transformed is not None, "transforms without their maker"
-        outcome.files |= work.make_transformed(team, work, last, outputs, what=what).files
+        before = sum(work.plan.files[index].output.nbytes for index in copied)
+        alone: dict[str, RecordChecksums] = {} if team.size > 1 else {"checksums": checksums}
+        work.make_transformed(
+            team, work, last, outputs, outcome, what=what, progress=lambda done: progress(before + done), **alone
+        )
+        outcome.num_checksums = max(outcome.num_checksums, checksums.num_checked)
     return outcome
 
 

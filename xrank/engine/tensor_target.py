@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from xrank import dtypes
 from xrank.engine.buffers import Source
@@ -19,6 +19,7 @@ from xrank.engine.executor import Budget, CancelledError, execute
 from xrank.engine.planner import Plan
 from xrank.engine.windows import WINDOW_NBYTES
 from xrank.errors import UsageError
+from xrank.layout.output_files import OutputTensor
 from xrank.ranks.memory import address_of, locate_elements, memory_at, runs_of
 from xrank.system import anonymous_memory
 
@@ -145,23 +146,27 @@ def make_whole_tensors(
 
     Errors are those of `execute`.
     """
-    import torch
-
-    made = {}
-    for number in numbers:
-        output = plan.files[number].tensors[0].output
-        dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
-        if output.nbytes < _MAPPED_NBYTES:
-            made[number] = torch.empty(output.shape, dtype=dtype, device="cpu")
-        else:
-            # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
-            made[number] = torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
+    made = {number: empty_tensor(plan.files[number].tensors[0].output) for number in numbers}
     execute(plan, source, TensorTarget(made), budget=budget, files=numbers, cancelled=cancelled)
     return list(made.values())
 
 
-class TensorsAhead:
-    """Makes tensors in order by `make`, ahead of the caller, in a thread of its own; `close` ends it.
+def empty_tensor(output: OutputTensor) -> torch.Tensor:
+    """Return a tensor without values, for an output, on the CPU."""
+    import torch
+
+    dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
+    if output.nbytes < _MAPPED_NBYTES:
+        return torch.empty(output.shape, dtype=dtype, device="cpu")
+    # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
+    return torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
+
+
+_Made = TypeVar("_Made")
+
+
+class TensorsAhead(Generic[_Made]):
+    """Makes tensors, or what stands for them, in order by `make`, ahead of the caller, in a thread; `close` ends it.
 
     A tensor occupies `nbytes[number]` until the caller takes it. All that are not yet taken fit the room; a larger one
     occupies all of it. `failures` raises if a rank has failed; several threads call it.
@@ -169,14 +174,14 @@ class TensorsAhead:
 
     def __init__(
         self,
-        make: Callable[[Sequence[int], Callable[[], bool]], list[torch.Tensor]],
+        make: Callable[[Sequence[int], Callable[[], bool]], list[_Made]],
         nbytes: Sequence[int],
         room_nbytes: int,
         failures: Callable[[], bool],
     ) -> None:
         self._make, self._nbytes, self._room_nbytes, self._failures = make, nbytes, room_nbytes, failures
         self._changed = threading.Condition()
-        self._ready: deque[torch.Tensor] = deque()
+        self._ready: deque[_Made] = deque()
         self._untaken_nbytes = 0
         self._error: BaseException | None = None
         self._stopped = False
@@ -184,8 +189,8 @@ class TensorsAhead:
         self._thread = threading.Thread(target=self._work, name="xrank-ahead", daemon=True)
         self._thread.start()
 
-    def take(self, number: int) -> torch.Tensor:
-        """Return the next tensor, which must have this number; it belongs to the caller alone. Raises for failures."""
+    def take(self, number: int) -> _Made:
+        """Return the next one, which must have this number; it belongs to the caller alone. Raises for failures."""
         with self._changed:
             while not self._ready:
                 if self._error is not None:

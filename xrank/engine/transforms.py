@@ -12,6 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
+from xrank.engine.casts import LowRank
+from xrank.engine.encodings import Encoding
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import FilePlan, Plan, TensorPlan, make_plan
 from xrank.errors import UsageError
@@ -182,8 +184,34 @@ def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
     return "none" if kind is None else f"{kind[0]}, {kind[1]} {list(kind[2])}"
 
 
+class Replacements(Struct, frozen=True, eq=False):
+    """The tensors of a model that others replace: those of a caller's function, or of encodings."""
+
+    outputs: Mapping[str, tuple[OutputTensor, ...]]
+    """Name -> its outputs; none where it is left out."""
+    function: Transform | None = None
+    encodings: Mapping[str, Encoding] = {}
+    """Name -> how it is encoded, where no function is called."""
+    is_cast: bool = False
+    """Whether tensors are cast before they are replaced, or are as the ranks have them."""
+    groups: Sequence[Sequence[str]] = ()
+    """Names of which an encoding needs the largest magnitude together; each other tensor is alone."""
+
+
+def probe_transform(function: Transform, stored: StoredModel, selection: Selection) -> Replacements:
+    """Return what a caller's function replaces, by a call for each tensor."""
+    shards = {shard.name: shard for shard in stored.shards}
+    told: dict[str, tuple[OutputTensor, ...]] = {}
+    for output in selection.outputs:
+        shard = shards[output.name]
+        made = probe_outputs(function, shard.name, shard.dtype, shard.shape)
+        if made is not None:
+            told[output.name] = made
+    return Replacements(told, function)
+
+
 class TransformedTensor(Struct, frozen=True, eq=False):
-    """A tensor that the transform changes."""
+    """A tensor that others replace."""
 
     number: int
     """Index of its file in `Transforms.sources`."""
@@ -194,22 +222,26 @@ class TransformedTensor(Struct, frozen=True, eq=False):
     """The outputs as placed in the file, in the order that the transform returned them."""
     slots: tuple[int, ...]
     """Index of each output among the file's tensors."""
+    group: int
+    """Number of its group, the tensors of which one rank makes."""
+    encoding: Encoding | None = None
+    """None: the caller's function makes the outputs."""
 
 
 class Transforms(Struct, frozen=True, eq=False):
-    """All tensors that a caller's function transforms."""
+    """All tensors that others replace."""
 
-    function: Transform
     sources: Plan
-    """Plan with one file per transformed tensor, without a header: the whole tensor as the ranks hold it."""
+    """Plan with one file per transformed tensor, without a header: the whole tensor, as it is transformed."""
     tensors: tuple[TransformedTensor, ...]
     """The transformed tensors, ordered by number."""
     order: tuple[str, ...]
     """Names, as the ranks have them, of all tensors that are copied or transformed, in the model's order."""
+    function: Transform | None = None
 
     @property
     def made_of(self) -> dict[str, str]:
-        """Output name -> name of the tensor that the transform made it from."""
+        """Output name -> name of the tensor that it was made from."""
         return {output.name: tensor.name for tensor in self.tensors for output in tensor.outputs}
 
     def describe_kinds(self, names: Iterable[str]) -> list[str]:
@@ -226,46 +258,94 @@ class Transforms(Struct, frozen=True, eq=False):
 
 
 def plan_transformed(
-    stored: StoredModel, selection: Selection, function: Transform, max_shard_nbytes: int, stem: str
+    stored: StoredModel,
+    selection: Selection,
+    replaced: Replacements,
+    max_shard_nbytes: int,
+    stem: str,
+    *,
+    max_memory_nbytes: int,
+    updates: Mapping[str, LowRank] | None = None,
+    beside: Sequence[OutputFile] = (),
 ) -> tuple[Plan, Selection, Transforms]:
-    """Return the plan of all files, the selection after the transform, and the transforms."""
-    shards = {shard.name: shard for shard in stored.shards}
-    told: dict[str, tuple[OutputTensor, ...]] = {}
-    for output in selection.outputs:
-        shard = shards[output.name]
-        made = probe_outputs(function, shard.name, shard.dtype, shard.shape)
-        if made is not None:
-            told[output.name] = made
+    """Return the plan of all files, the selection after the replacement, and the transforms.
+
+    Files `beside` are already laid out, of tensors that nothing replaces; `updates` are added before.
+    """
+    told = replaced.outputs
     _check_names(selection, told)
+    laid_out = {tensor.name for file in beside for tensor in file.tensors}
     copied = [output for output in selection.outputs if output.name not in told]
-    apart = {name: made for name, made in told.items() if made}
-    files = lay_out(copied, max_shard_nbytes, list(apart.values()), stem=stem)
-    names = {output.name for output in copied}
+    groups = _group_names(replaced)
+    apart = [[output for name in names for output in told[name]] for names in groups]
+    plain = [output for output in copied if output.name not in laid_out]
+    files = lay_out(plain, max_shard_nbytes, apart, stem=stem)
+    names = {output.name for output in plain}
     # `lay_out` puts the files of the groups behind those of the copied tensors.
     num_plain = sum(file.tensors[0].name in names for file in files)
-    plan = make_plan(stored, files[:num_plain], tied=selection.tied)
-    wholes = [OutputTensor(name, shards[name].dtype, shards[name].shape) for name in apart]
-    sources = make_plan(stored, list(map(OutputFile.bare, wholes)), tied=selection.tied)
+    plan = make_plan(stored, [*files[:num_plain], *beside], tied=selection.tied, updates=updates)
+    num_plain, files = num_plain + len(beside), files[num_plain:]
+    kinds = {one.name: one.dtype for one in (selection.outputs if replaced.is_cast else stored.shards)}
+    shapes = {output.name: output.shape for output in selection.outputs}
+    members = [(number, name) for number, names in enumerate(groups) for name in names]
+    nbytes = min(_BAND_NBYTES, max_memory_nbytes // _LEAST_BANDS)
+    wholes = [
+        OutputFile.bare(output, _find_window(replaced.encodings.get(name), output, nbytes))
+        for _, name in members
+        for output in [OutputTensor(name, kinds[name], shapes[name])]
+    ]
+    sources = make_plan(stored, wholes, tied=selection.tied, updates=updates)
     places = {
         tensor.name: (index, slot, tensor)
-        for index, file in enumerate(files[num_plain:], start=num_plain)
+        for index, file in enumerate(files, start=num_plain)
         for slot, tensor in enumerate(file.tensors)
     }
     tensors: list[TransformedTensor] = []
     plans: dict[str, TensorPlan] = {}  # for the manifest, each output refers to the pieces of its source tensor
-    for number, (name, made) in enumerate(apart.items()):
-        indices, slots, outputs = zip(*(places[output.name] for output in made), strict=True)
-        tensors.append(TransformedTensor(number, name, indices[0], outputs, slots))
+    for number, (group, name) in enumerate(members):
+        indices, slots, outputs = zip(*(places[output.name] for output in told[name]), strict=True)
+        encoding = replaced.encodings.get(name)
+        tensors.append(TransformedTensor(number, name, indices[0], outputs, slots, group, encoding))
         source = sources.files[number].tensors[0]
-        # The comparison of replicas counts once, however many outputs a source tensor has.
-        replicas = source.replicas
+        # The comparison of replicas counts once, however many outputs a source tensor has, and so does a merge. A
+        # function's outputs each tell what they were made of; scales go with their codes.
+        none = source.copies.take(np.empty(0, np.int64))
+        copies, replicas, update = source.copies, source.replicas, source.update
         for output in outputs:
-            plans[output.name] = TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied)
-            replicas = source.replicas.take(np.empty(0, np.int64))
-    more = [FilePlan(file, tuple(plans[output.name] for output in file.tensors)) for file in files[num_plain:]]
+            plans[output.name] = TensorPlan(output, source.source_dtype, copies, replicas, source.tied, update)
+            copies, replicas, update = (copies if encoding is None else none), none, None
+    more = [FilePlan(file, tuple(plans[output.name] for output in file.tensors)) for file in files]
     order = tuple(output.name for output in selection.outputs if told.get(output.name) != ())
-    transforms = Transforms(function, sources, tuple(tensors), order)
+    transforms = Transforms(sources, tuple(tensors), order, replaced.function)
     return replace(plan, files=(*plan.files, *more)), _selection_after(selection, copied, told), transforms
+
+
+def _group_names(replaced: Replacements) -> list[Sequence[str]]:
+    """Return the groups of all tensors that have outputs, in the order of their first tensors."""
+    grouped = {name: names for names in replaced.groups for name in names}
+    found: dict[str, Sequence[str]] = {}
+    for name, outputs in replaced.outputs.items():
+        names = grouped.get(name, (name,))
+        if outputs:
+            found.setdefault(names[0], names)
+    return list(found.values())
+
+
+_BAND_NBYTES = 1 << 20
+"""About so many bytes of a tensor are encoded at once, or as many as the rows of one block have."""
+_LEAST_BANDS = 32
+"""So many bands fit into the memory, where rows are not longer: some for each thread, while they are encoded."""
+
+
+def _find_window(encoding: Encoding | None, output: OutputTensor, nbytes: int) -> int:
+    """Return the bytes of a tensor that are made at once: whole rows of blocks, where it is encoded."""
+    if encoding is None:
+        return 0
+    *_, rows, columns = output.shape
+    # A block ends with its matrix, so that a stack of matrices with a shorter last block is cut between matrices.
+    unit = rows if len(output.shape) > 2 and rows % encoding.block_rows else encoding.block_rows
+    unit_nbytes = unit * columns * dtypes.dtype(output.dtype).nbytes
+    return max(1, nbytes // unit_nbytes) * unit_nbytes
 
 
 def plan_held_tensors(plan: Plan, transforms: Transforms | None) -> Plan:

@@ -452,7 +452,8 @@ class FileWindows(JoinedFile):
         super().__init__(plan.output, index)
         self.plan = plan
         self.is_whole = share is None
-        self.count = -(-plan.output.nbytes // WINDOW_NBYTES)
+        self.window_nbytes = plan.output.window_nbytes or WINDOW_NBYTES
+        self.count = -(-plan.output.nbytes // self.window_nbytes)
         self.share = (range(self.count),) if share is None else tuple(share)
         self.remaining = sum(map(len, self.share))
         self._lock = threading.Lock()
@@ -473,7 +474,7 @@ class FileWindows(JoinedFile):
 
     def span(self, windows: range) -> tuple[int, int]:
         """Return the first byte of a run of windows, and the one after its last."""
-        return windows.start * WINDOW_NBYTES, min(windows.stop * WINDOW_NBYTES, self.plan.output.nbytes)
+        return windows.start * self.window_nbytes, min(windows.stop * self.window_nbytes, self.plan.output.nbytes)
 
     def portions(self, windows: range) -> Iterator[Portion]:
         """Yield the parts of tensors in a run of windows, in the file's order."""

@@ -87,6 +87,8 @@ class OutputFile(Struct, frozen=True):
     last of them depend on all CRCs."""
     trailer: Callable[[int, int], PlacedBytes | None] | None = None
     """Returns, for a tensor and its CRC-32, those of the ending's bytes that depend on this CRC alone."""
+    window_nbytes: int = 0
+    """Bytes that are made at once, such as whole rows of a tensor to encode; 0: as many as of other files."""
 
     @property
     def late_places(self) -> tuple[tuple[int, int], ...]:
@@ -96,9 +98,9 @@ class OutputFile(Struct, frozen=True):
         return tuple((offset, len(data)) for offset, data in self.ending([0] * len(self.tensors)))
 
     @classmethod
-    def bare(cls, tensor: OutputTensor) -> OutputFile:
+    def bare(cls, tensor: OutputTensor, window_nbytes: int = 0) -> OutputFile:
         """Return a file of that tensor alone, without a header, to make it in memory."""
-        return cls(tensor.name, b"", (replace(tensor, offset=0),), tensor.nbytes)
+        return cls(tensor.name, b"", (replace(tensor, offset=0),), tensor.nbytes, window_nbytes=window_nbytes)
 
 
 class Selection(Struct, frozen=True):

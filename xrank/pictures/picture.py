@@ -267,7 +267,18 @@ def _draw_rates(samples: Sequence[Sample]) -> Iterator[str]:
     yield "</svg></figure>"
 
 
+def _draw_errors(errors: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    yield "<h2>Errors of quantization</h2><p>The mean error relative to the mean magnitude, by kind of module; beside"
+    yield "it the largest error, relative to the largest magnitude.</p>"
+    yield from draw_stacked_bars(
+        ["mean error"],
+        [Bar(kind, (one["mean"],), f"{one['mean']:.2%}, {one['largest']:.2%}") for kind, one in errors.items()],
+    )
+
+
 def _draw_output(made: OutputFacts) -> Iterator[str]:
+    if errors := made.quantized.get("errors"):
+        yield from _draw_errors(errors)
     if made.files:
         yield '<h2>Files</h2><div class="wide"><table><tr><th>file<th class="number">size<th>digest'
         for file in made.files:

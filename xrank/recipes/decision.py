@@ -31,7 +31,7 @@ from xrank.errors import (
     option,
 )
 from xrank.layout import LayoutMap
-from xrank.layout.output_files import OutputTensor, Selection
+from xrank.layout.output_files import OutputFile, OutputTensor, Selection
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.discovery import WORKSPACE, SourcePlace, find_source
 from xrank.readers.records import refuse_foreign_names
@@ -45,11 +45,12 @@ from xrank.recipes.conversions import (
     convert_to_files,
     convert_to_module,
     keep_routers,
+    split_experts,
 )
 from xrank.recipes.found_source import BaseModel, FoundSource, override_config
 from xrank.recipes.model_names import names_of_class
 from xrank.recipes.options import GatherOptions, matches
-from xrank.recipes.quantization import find_scales
+from xrank.recipes.quantization import Quantization, find_scales
 from xrank.recipes.recipe import Match
 from xrank.recipes.recipe_choice import (
     apply_recipe,
@@ -64,7 +65,8 @@ from xrank.storage import places
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
-    from xrank.engine.transforms import Transform, Transforms
+    from xrank.engine.transforms import Replacements, Transform, Transforms
+    from xrank.recipes.schemes import Quantizing
 
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -467,7 +469,8 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     texts: Mapping[str, str]
     """Content of the small files that the plan itself decides, by name, but the index and the manifest."""
     transforms: Transforms | None = None
-    """The tensors of a live model that a caller's function replaces."""
+    """The tensors that others replace: those of a caller's function, or quantized ones."""
+    quantizing: Quantizing | None = None
 
     @property
     def options(self) -> GatherOptions:
@@ -482,7 +485,7 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     @property
     def companions(self) -> tuple[CompanionFile, ...]:
         """Small files to copy."""
-        return self.decision.small.companions
+        return tuple(one for one in self.decision.small.companions if one.name not in self.texts)
 
     @property
     def padding_dropped(self) -> dict[str, int]:
@@ -493,13 +496,16 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def digest(self) -> str:
         """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
+        choices: list[str] = [self.options.replicas]
+        if self.quantizing is not None:
+            choices.append(f"{self.quantizing.scheme.name}, {self.quantizing.scheme.dialect}")
         if self.options.sign is None:
-            return digest_of_plan(self.plan, self.options.replicas)
+            return digest_of_plan(self.plan, *choices)
         from xrank.formats.signature import name_key
 
         # A stage with a signature is not a start for an output without one, or with another key's.
         signing = name_key(os.fspath(self.options.sign)), str(self.options.attest)
-        return digest_of_plan(self.plan, self.options.replicas, *signing)
+        return digest_of_plan(self.plan, *choices, *signing)
 
 
 def plan_gather(
@@ -574,12 +580,13 @@ def plan_output(
 ) -> FolderPlan:
     """Return the proven plan of a decision, after a check against the base model.
 
-    A `transform` changes whole tensors after that check.
+    A `transform`, or a quantization that the options ask for, changes tensors after that check.
     """
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
     found, small, base = decision.found, decision.small, decision.base
     stem = find_weights_stem(found.config)
     max_nbytes, outputs, transforms = options.max_shard_nbytes, selection.outputs, None
+    whole, updates, beside = source, None, list[OutputFile]()
     if adapted is not None:
         if transform is not None:
             raise UsageError(
@@ -592,40 +599,115 @@ def plan_output(
         # The adapter is merged into the model's files, or has a file of its own.
         own_outputs = [output for output in outputs if output.name in adapted.own]
         outputs = tuple(output for output in outputs if output.name not in adapted.own)
-        files = [] if adapted.is_alone or not outputs else list(lay_out(outputs, max_nbytes, stem=stem))
-        files += [lay_out_file(adapted.weights_file, own_outputs)] if own_outputs else []
+        beside = [lay_out_file(adapted.weights_file, own_outputs)] if own_outputs else []
         whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))
-        plan = make_plan(whole, files, tied=selection.tied, updates=adapted.updates)
-    elif transform is None:
-        plan = make_plan(source, lay_out(list(outputs), max_nbytes, stem=stem), tied=selection.tied)
-    else:
-        from xrank.engine.transforms import plan_transformed  # only calls in Python have a transform
+        updates = adapted.updates
+    quantizing = replaced = None
+    if options.quantize is not None:
+        whole, matrices, quantizing = _quantize(decision, whole, outputs, updates or {}, transform)
+        selection = replace(selection, outputs=(*matrices, *(one for file in beside for one in file.tensors)))
+        replaced = _replace_quantized(quantizing, matrices)
+    elif isinstance(transform, Quantization):
+        replaced = _encode_all(transform, source, outputs)
+    elif transform is not None:
+        from xrank.engine.transforms import probe_transform
 
-        plan, selection, transforms = plan_transformed(source, selection, transform, max_nbytes, stem)
+        replaced = probe_transform(transform, source, selection)
+    if replaced is None:
+        is_empty = adapted is not None and (adapted.is_alone or not outputs)
+        files = [] if is_empty else lay_out(list(outputs), max_nbytes, stem=stem)
+        plan = make_plan(whole, [*files, *beside], tied=selection.tied, updates=updates)
+    else:
+        from xrank.engine.transforms import plan_transformed  # few gathers need this module
+
+        plan, selection, transforms = plan_transformed(
+            whole,
+            selection,
+            replaced,
+            max_nbytes,
+            stem,
+            max_memory_nbytes=options.max_memory_nbytes,
+            updates=updates,
+            beside=beside,
+        )
     checked = None
     excluded = set(decision.selection.excluded)
     if base is not None:
         tied = {name for names in decision.selection.tied.values() for name in names}
         checked = check_against(base, list(outputs), excluded, tied)
     notes = (*source.notes, *found.notes, *selection.notes, *small.notes, *more_notes)
+    texts = {"config.json": small.config_text}
+    if quantizing is not None:
+        known = found.config if small.config_text is None else json.loads(small.config_text)
+        texts |= quantizing.texts(known)
     if decision.is_model:
         notes += prove_config(
             found,
             source,
             base=base,
-            config=None if small.config_text is None else json.loads(small.config_text),
+            config=None if (text := texts["config.json"]) is None else json.loads(text),
             left_out=excluded,
             apart=() if adapted is None else adapted.own,
-            written=None if transform is None else selection.outputs,
+            written=None if replaced is None else selection.outputs,
         )
-    texts = {"config.json": small.config_text}
     # A live module makes this file where the base model has none.
     if found.own is not None and decision.is_model and all(one.name != _GENERATION_NAME for one in small.companions):
         texts[_GENERATION_NAME] = found.own.generation_text
     if adapted is not None:
         texts[adapted.folder + CONFIG_NAME] = adapted.config_text
     known_texts = {name: text for name, text in texts.items() if text is not None}
-    return FolderPlan(decision, plan, selection, checked, notes, known_texts, transforms)
+    return FolderPlan(decision, plan, selection, checked, notes, known_texts, transforms, quantizing)
+
+
+def _quantize(
+    decision: Decision,
+    whole: StoredModel,
+    outputs: Sequence[OutputTensor],
+    updates: Collection[str],
+    transform: Transform | None,
+) -> tuple[StoredModel, Sequence[OutputTensor], Quantizing]:
+    """Return the model and its outputs with each expert's matrices apart, and the quantization of them."""
+    options = decision.options
+    assert options.quantize is not None
+    if transform is not None or not decision.is_model:
+        got = f"{option('transform')}, too" if transform is not None else "an adapter alone"
+        raise UsageError(
+            f"{option('quantize', options.quantize)} is for a model's own tensors",
+            got=got,
+            want="a model, and no function that changes it",
+            next_step=f"leave {option('quantize')} out"
+            if transform is None
+            else f"leave {option('quantize')} or {option('transform')} out",
+        )
+    from xrank.recipes import schemes  # few gathers need this module
+
+    scheme = schemes.find_scheme(options.quantize, options.dialect)
+    patterns = schemes.find_ignored_patterns(scheme, options.quantize_ignore)
+    # A merge adds to a whole stack.
+    merged = {name.rpartition(".")[0] for name in updates}
+    whole, outputs = split_experts(whole, outputs, lambda name: name in merged or schemes.is_ignored(name, patterns))
+    model_type = (decision.found.config or {}).get("model_type")
+    return whole, outputs, schemes.plan_quantization(scheme, outputs, options.quantize_ignore, model_type)
+
+
+def _replace_quantized(quantizing: Quantizing, outputs: Sequence[OutputTensor]) -> Replacements:
+    from xrank.engine.transforms import Replacements  # few gathers need this module
+
+    known = {output.name: output for output in outputs}
+    encodings = {name: quantizing.scheme.encoding for names in quantizing.groups for name in names}
+    made = {name: each.outputs(name, known[name].dtype, known[name].shape) for name, each in encodings.items()}
+    return Replacements(made, None, encodings, is_cast=True, groups=quantizing.groups)
+
+
+def _encode_all(quantization: Quantization, source: StoredModel, outputs: Sequence[OutputTensor]) -> Replacements:
+    from xrank.engine.transforms import Replacements  # few gathers need this module
+
+    shards, wanted = {shard.name: shard for shard in source.shards}, {output.name for output in outputs}
+    chosen = [
+        one for name, one in shards.items() if name in wanted and quantization.applies_to(name, one.dtype, one.shape)
+    ]
+    made = {one.name: quantization.encoding.outputs(one.name, one.dtype, one.shape) for one in chosen}
+    return Replacements(made, None, dict.fromkeys(made, quantization.encoding))
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:

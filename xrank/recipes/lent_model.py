@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from xrank.engine.faults import difference_error
 from xrank.engine.planner import Plan, select_tensors
 from xrank.engine.replicas import digest_twins, find_different_twin, prefer_own_copies
-from xrank.engine.tensor_target import TensorsAhead, make_whole_tensors, split_budget
+from xrank.engine.tensor_target import TensorsAhead, empty_tensor, make_whole_tensors, split_budget
 from xrank.engine.transforms import Transform, apply_transform, plan_held_tensors
 from xrank.errors import (
     AGAIN,
@@ -127,6 +127,9 @@ class ModelRequest(Struct, frozen=True, eq=False):
             "max_memory": f"{self.options.max_memory_nbytes:,} bytes",
             "overwrite": str(self.options.overwrite),
             "adapter": self.options.adapter,
+            "quantize": self.options.quantize,
+            "quantize_ignore": value_text([*self.options.quantize_ignore]),
+            "dialect": self.options.dialect,
             "recipe": path_text(self.recipe),
             "base_model": path_text(self.base_model),
             "config_overrides": None if self.config_overrides is None else value_text(dict(self.config_overrides)),
@@ -370,7 +373,7 @@ def make_tensors(ask: Callable[[], ModelRequest], team: Team, errors: AbstractCo
 
 
 def _take_tensors(request: ModelRequest, model: LentModel, team: Team) -> Tensors:
-    """Yield all tensors, made ahead. The calling thread applies the transform when it takes a tensor."""
+    """Yield all tensors, made ahead. The calling thread applies a caller's transform when it takes a tensor."""
     options, gather = request.options, model.gather
     budget, room_nbytes = split_budget(options.max_memory_nbytes, options.num_workers)
     transforms = gather.transforms
@@ -379,16 +382,40 @@ def _take_tensors(request: ModelRequest, model: LentModel, team: Team) -> Tensor
     plan = select_tensors(gather.plan, [compared[name] for name in names])
     if team.size > 1:
         plan = prefer_own_copies(plan, model.holder, team.position)  # all replicas have been compared
-    make, nbytes = partial(make_whole_tensors, plan, model.source, budget), [file.output.nbytes for file in plan.files]
-    failures = team.make_failure_check()
-    outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}
-    with closing(TensorsAhead(make, nbytes, room_nbytes, failures)) as ahead:
-        # This frame keeps no reference to a yielded tensor, so that the caller can free it.
+    replaced = {} if transforms is None else {tensor.name: tensor for tensor in transforms.tensors}
+    encoded = {number: one for number, name in enumerate(names) if (one := replaced.get(name)) and one.encoding}
+    maxima: dict[int, Any] = {}
+
+    def make(numbers: Sequence[int], cancelled: Callable[[], bool]) -> list[dict[str, torch.Tensor]]:
+        """Return, for each number, tensors by name: the one of the plan, or those that it is encoded to."""
+        plain = [number for number in numbers if number not in encoded]
+        whole = dict(zip(plain, make_whole_tensors(plan, model.source, budget, plain, cancelled), strict=True))
+        chosen = [encoded[number] for number in numbers if number in encoded]
+        made = {output.name: empty_tensor(output) for one in chosen for output in one.outputs}
+        if transforms is not None and chosen:
+            from xrank.engine.encoded_tensors import encode_into  # few iterations need this module
+
+            of_source = [one.number for one in chosen]
+            encode_into(transforms, of_source, model.source, budget, made, maxima=maxima, cancelled=cancelled)
+        return [
+            {output.name: made[output.name] for output in encoded[number].outputs}
+            if number in encoded
+            else {names[number]: whole[number]}
+            for number in numbers
+        ]
+
+    nbytes = [
+        sum(output.nbytes for output in encoded[number].outputs) if number in encoded else file.output.nbytes
+        for number, file in enumerate(plan.files)
+    ]
+    with closing(TensorsAhead(make, nbytes, room_nbytes, team.make_failure_check())) as ahead:
         for number, name in enumerate(names):
-            if name not in outputs:
-                yield name, ahead.take(number)
-                continue
-            assert transforms is not None
-            made = apply_transform(transforms.function, name, ahead.take(number), outputs[name])
-            for output in outputs[name]:
-                yield output.name, made.pop(0).detach()
+            taken = ahead.take(number)
+            if name in replaced and number not in encoded:
+                assert transforms is not None and transforms.function is not None
+                outputs = replaced[name].outputs
+                made = apply_transform(transforms.function, name, taken.pop(name), outputs)
+                taken = {output.name: made.pop(0).detach() for output in outputs}
+            # This frame keeps no reference to a yielded tensor, so that the caller can free it.
+            for output_name in [*taken]:
+                yield output_name, taken.pop(output_name)

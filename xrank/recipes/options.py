@@ -15,7 +15,6 @@ from xrank.engine.executor import Budget
 from xrank.engine.replicas import ReplicaChoice
 from xrank.errors import UsageError, option
 from xrank.layout.tensor_name import compile_pattern
-from xrank.recipes.schemes import find_scheme
 from xrank.system import count_cores
 from xrank.words import repr_text
 
@@ -90,6 +89,8 @@ class GatherOptions(Struct, frozen=True):
     """Name of the quantization scheme of the output, such as ``"FP8_BLOCK"``."""
     quantize_ignore: Sequence[str] = ()
     """Regular expressions of modules that are not quantized, besides embeddings, norms, heads, routers and towers."""
+    quantization_error: bool = False
+    """Whether to measure how far the quantized values are from the others."""
     dialect: str | None = None
     """Tool whose form the quantized folder has: ``"modelopt"``; None: llm-compressor, or DeepSeek by the scheme."""
 
@@ -144,9 +145,11 @@ class GatherOptions(Struct, frozen=True):
         if self.dialect not in (None, "modelopt"):
             raise wrong_value("dialect", self.dialect, "modelopt", step="give this value, or leave it out")
         if self.quantize is not None:
+            from xrank.recipes.schemes import find_scheme  # few calls need this module
+
             find_scheme(self.quantize, self.dialect)
             return
-        for name in ("quantize_ignore", "dialect"):
+        for name in ("quantize_ignore", "quantization_error", "dialect"):
             if getattr(self, name):
                 raise UsageError(
                     f"{option(name)} was given, but nothing is quantized",

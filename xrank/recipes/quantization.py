@@ -101,6 +101,11 @@ class Quantization(Struct, frozen=True):
             )
 
     @property
+    def encoding(self) -> Encoding:
+        """The same arithmetic, for tensors that are made band by band."""
+        return encodings.fp32_encoding(self.dtype, self.blocks, self.name_scales(""))
+
+    @property
     def code_dtype(self) -> str:
         """Safetensors name of the quantised type."""
         return "F8_E4M3" if self.dtype == "fp8" else "I8"

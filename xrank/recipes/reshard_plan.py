@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 from msgspec import Struct, field
@@ -129,6 +129,7 @@ def _part(claim: Claim, rank: int, shape: tuple[int, ...], base: tuple[int, ...]
 class Reshard(Struct, frozen=True, eq=False):
     """A planned and proven reshard; nothing is written yet."""
 
+    transforms: ClassVar[None] = None
     options: GatherOptions
     source: StoredModel
     selection: Selection

@@ -124,6 +124,11 @@ _CALIBRATED = re.compile("GPTQ|AWQ|SMOOTH|AUTOROUND|SPINQUANT|IMATRIX|^INT4|^FP8
 """Names of methods and schemes that need data."""
 
 
+def list_schemes() -> list[str]:
+    """Return the names that `find_scheme` takes, of either dialect."""
+    return [scheme.name for scheme in _SCHEMES]
+
+
 def find_scheme(name: str, dialect: str | None = None) -> Scheme:
     """Return the scheme of that name, in any case; `dialect` is ``"modelopt"`` or None.
 

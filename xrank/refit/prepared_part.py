@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
+from xrank.engine.encoded_tensors import encode_into
 from xrank.engine.executor import Budget
 from xrank.engine.planner import Copies, TensorPlan
 from xrank.engine.tensor_target import make_whole_tensors
@@ -100,7 +101,12 @@ class PreparedPart(Struct, eq=False):
             self.quantized.encode(self.maxima_source)
         if self.transforms is not None:
             budget = Budget.from_memory(_BUFFERS_NBYTES, default_workers())
+            encoded = [one.number for one in self.transformed if one.encoding is not None]
+            if encoded:
+                encode_into(self.transforms, encoded, self.own_source, budget, self.made)
             for one in self.transformed:
+                if self.transforms.function is None:
+                    break
                 (made,) = make_whole_tensors(self.transforms.sources, self.own_source, budget, [one.number])
                 results = apply_transform(self.transforms.function, one.name, made, one.outputs)
                 for output, result in zip(one.outputs, results, strict=True):
@@ -167,11 +173,15 @@ def prepare_part(
     transformed: list[TransformedTensor] = []
     if transforms is not None:
         sizes, loads = [file.output.nbytes for file in transforms.sources.files], [0] * team.size
-        for one in sorted(transforms.tensors, key=lambda one: -sizes[one.number]):  # about equal bytes for each rank
+        groups: dict[int, list[TransformedTensor]] = {}
+        for one in transforms.tensors:
+            groups.setdefault(one.group, []).append(one)
+        nbytes = {group: sum(sizes[one.number] for one in ones) for group, ones in groups.items()}
+        for group in sorted(groups, key=lambda group: -nbytes[group]):  # about equal bytes for each rank
             least = loads.index(min(loads))
-            loads[least] += sizes[one.number]
+            loads[least] += nbytes[group]
             if least == position:
-                transformed.append(one)
+                transformed += groups[group]
         made |= {output.name: make(output.shape, output.dtype) for one in transformed for output in one.outputs}
         ties = {other: name for name, others in gather.selection.tied.items() for other in others}
         copied = set(transforms.order) - {one.name for one in transforms.tensors}

@@ -88,6 +88,9 @@ def offer_weights(
     base_model: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
     transform: Transform | None = None,
+    quantize: str | None = None,
+    quantize_ignore: str | Sequence[str] = (),
+    dialect: str | None = None,
     snapshot: bool = False,
     wire: str | None = None,
     on_engine_failure: str = "report",
@@ -112,6 +115,10 @@ def offer_weights(
             those of the whole tensors, and scales are further tensors. Or a function as of `xrank.export_model`: at
             each `publish` one rank makes a tensor whole, calls it, and lends the result. Casts and transforms take
             memory of the host for the bytes that they lend.
+        quantize: lend quantized matrices, as `xrank.gather_checkpoint` writes them; so are `quantize_ignore` and
+            `dialect`. At each `publish` the ranks read each other's parts, band by band, and each makes its share.
+        quantize_ignore: modules that stay as they are.
+        dialect: the names of the quantized tensors.
         snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
         wire: ``"mooncake"``: engines may copy by Mooncake's transfer engine, too, if they ask for it; its ports demand
@@ -155,7 +162,9 @@ def offer_weights(
             )
         return ModelRequest(
             model,
-            GatherOptions(dtype=dtype_choice(dtype)),
+            GatherOptions(
+                dtype=dtype_choice(dtype), quantize=quantize, quantize_ignore=quantize_ignore, dialect=dialect
+            ),
             live_layouts(layouts, mesh),
             mesh,
             recipe,
@@ -178,7 +187,9 @@ def offer_weights(
     with ExitStack() as loan:
         with team.together():
             request, _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
-            is_prepared = request.transform is not None or quantization is not None or request.options.dtype != "keep"
+            options = request.options
+            is_prepared = request.transform is not None or quantization is not None
+            is_prepared = is_prepared or options.quantize is not None or options.dtype != "keep"
             part = OwnPart(team, is_snapshot=snapshot, is_prepared=is_prepared)
             parts = _lend(
                 request, quantization, team, loan, part, place, by_mooncake=is_mooncake(wire, "offer_weights")

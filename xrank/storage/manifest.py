@@ -92,6 +92,17 @@ class ManifestTensor(Struct, frozen=True, forbid_unknown_fields=True):
     """Number of copies that were compared with the written one."""
 
 
+class ManifestQuantization(Struct, frozen=True, forbid_unknown_fields=True):
+    """The options by which a model's matrices were quantized."""
+
+    scheme: str
+    dialect: str | None
+    ignore: tuple[str, ...]
+    """What was given beside the modules that are ignored in any case."""
+    dtype: str
+    """The cast before it."""
+
+
 class _Manifest(Struct, forbid_unknown_fields=True):
     schema: Literal[1]
     digest: str
@@ -107,6 +118,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     notes: list[Any]
     merged: dict[str, str] = {}
     transformed: dict[str, str] = {}
+    quantized: ManifestQuantization | None = None
     plan: str = ""
 
 
@@ -131,6 +143,7 @@ def manifest_blocks(
     cast: Mapping[str, Any] | None = None,
     merged: Mapping[str, str] | None = None,
     transformed: Mapping[str, str] | None = None,
+    quantized: ManifestQuantization | None = None,
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
     plan: str | None = None,
@@ -140,8 +153,9 @@ def manifest_blocks(
     `files` are those of weights, and the index. `tensors` has name and `tensor_line` of each, by rising name; they may
     be made as they are written, as a large model has a million sources. `tied` has the name that was not written ->
     that of the tensor with the same values; `cast` name -> earlier element type; `merged` name -> the adapter's tensors
-    that were added to it; `transformed` name -> tensor that the caller's function made it of; `padding_dropped` name ->
-    number of padding rows that were removed. `plan` is a digest that the same command gives again.
+    that were added to it; `transformed` name -> tensor that it was made of, by the caller's function or as `quantized`
+    says; `padding_dropped` name -> number of padding rows that were removed. `plan` is a digest that the same command
+    gives again.
     """
     sections: dict[str, Iterable[str]] = {
         "schema": ["1"],
@@ -155,6 +169,7 @@ def manifest_blocks(
         "cast": _table(cast or {}),
         **({"merged": _table(merged)} if merged else {}),
         **({"transformed": _table(transformed)} if transformed else {}),
+        **({"quantized": [_line(quantized)]} if quantized is not None else {}),
         "padding_dropped": _table(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
         **({"plan": [_line(plan)]} if plan is not None else {}),

@@ -1,0 +1,246 @@
+"""Encodes tensors band by band: the executor makes a band of whole rows, which goes on as rows of the outputs.
+
+No tensor is whole in memory: a band is about a megabyte, or the rows of one block. Where a scale follows from the
+largest magnitude of whole tensors, a first pass over the source reads that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import astuple, replace
+
+from xrank import dtypes
+from xrank.engine.buffers import NullTarget, Source
+from xrank.engine.encodings import EncodingError, errors_of
+from xrank.engine.executor import Budget, Outcome, execute
+from xrank.engine.planner import FilePlan, Plan, TensorPlan
+from xrank.engine.transforms import TransformedTensor, Transforms
+from xrank.engine.windows import RecordChecksums
+from xrank.errors import UsageError, option
+from xrank.layout.stored_model import NO_CHECKSUM
+from xrank.ranks.memory import memory_at
+
+if TYPE_CHECKING:
+    import torch
+
+Maxima: TypeAlias = dict[int, npt.NDArray[np.float32]]
+"""Group -> largest magnitude of each matrix, over all tensors of the group."""
+Put: TypeAlias = Callable[[TransformedTensor, int, int, memoryview], None]
+"""Takes bytes of an output: the tensor, the number of the output, and the first byte in it. Any thread calls it."""
+
+_MEMORY_OF_BAND = 5
+"""Memory that a band takes while it is encoded, as a multiple of its bytes: itself, its values as floats, its codes."""
+_SHARED_NBYTES = 256 << 20
+"""Bytes of tensors that are read twice, one pass after the other: the second time they are still in the page cache."""
+
+
+def encode_tensors(
+    transforms: Transforms,
+    numbers: Sequence[int],
+    source: Source,
+    budget: Budget,
+    put: Put,
+    *,
+    maxima: Maxima | None = None,
+    measures_errors: bool = False,
+    checksums: RecordChecksums | None = None,
+    replicas: Literal["verify", "pick"] = "verify",
+    cancelled: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Encode tensors by number, and put their outputs; arguments and errors otherwise as `execute`.
+
+    `maxima` keeps what was found of groups for further calls, while the source stays as it is.
+    """
+    sources, outcome, before = transforms.sources, Outcome(), 0
+    maxima = {} if maxima is None else maxima
+    for chosen in _split(transforms, numbers):
+        known = budget_of_bands(sources, chosen, budget)
+        _find_maxima(transforms, chosen, source, known, maxima, cancelled)
+        target = _Encoder(transforms, maxima, put, outcome.errors if measures_errors else None)
+        done = execute(
+            sources,
+            source,
+            target,
+            budget=known,
+            files=chosen,
+            checksums=checksums,
+            replicas=replicas,
+            cancelled=cancelled,
+            progress=lambda nbytes, before=before: progress(before + nbytes),  # type: ignore[misc]
+        )
+        before += sum(sources.files[number].output.nbytes for number in chosen)
+        outcome.num_checksums += done.num_checksums
+        outcome.differences |= done.differences
+    return outcome
+
+
+def encode_into(
+    transforms: Transforms,
+    numbers: Sequence[int],
+    source: Source,
+    budget: Budget,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    maxima: Maxima | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> None:
+    """Encode tensors by number into those of their outputs' names, which are contiguous and on the CPU."""
+    memory = {name: memory_at(tensor.data_ptr(), tensor.nbytes) for name, tensor in tensors.items() if tensor.numel()}
+
+    def put(tensor: TransformedTensor, number: int, first: int, data: memoryview) -> None:
+        memory[tensor.outputs[number].name][first : first + len(data)] = data
+
+    encode_tensors(transforms, numbers, source, budget, put, maxima=maxima, cancelled=cancelled)
+
+
+def budget_of_bands(sources: Plan, numbers: Sequence[int], budget: Budget) -> Budget:
+    """Return the budget for the bands of these tensors: fewer threads, where all with their bands would not fit.
+
+    UsageError if not even one fits.
+    """
+    largest = max((sources.files[number] for number in numbers), key=lambda file: file.output.window_nbytes)
+    nbytes = _MEMORY_OF_BAND * largest.output.window_nbytes
+    try:
+        return Budget.from_memory(max(budget.allowed_nbytes, budget.nbytes), budget.workers, window_nbytes=nbytes)
+    except UsageError as error:
+        output = largest.tensors[0].output
+        rows = largest.output.window_nbytes * output.shape[-2] // max(1, output.nbytes)
+        raise UsageError(
+            f"{output.name}: {rows} rows of it, which have scales in common, do not fit into the memory",
+            tensor=output.name,
+            got=f"{budget.allowed_nbytes:,} bytes",
+            want=f"{nbytes * 5 // 4:,} bytes",
+            next_step=f"give a larger {option('max_memory')}",
+        ) from error
+
+
+def _split(transforms: Transforms, numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the tensors in parts: first all that need one pass, then those of two, so many as caches hold."""
+    encodings = [(number, transforms.tensors[number]) for number in numbers]
+    one_pass = [number for number, tensor in encodings if tensor.encoding is not None and not tensor.encoding.is_shared]
+    if one_pass:
+        yield one_pass
+    part, nbytes = list[int](), 0
+    others = (tensor for _, tensor in encodings if tensor.encoding is not None and tensor.encoding.is_shared)
+    for _, group in groupby(others, key=lambda tensor: tensor.group):
+        members = [tensor.number for tensor in group]
+        size = sum(transforms.sources.files[number].output.nbytes for number in members)
+        if part and nbytes + size > _SHARED_NBYTES:
+            yield part
+            part, nbytes = [], 0
+        part += members
+        nbytes += size
+    if part:
+        yield part
+
+
+class _Bands(NullTarget):
+    """A target that takes each window of a tensor as rows of its matrices."""
+
+    def __init__(self, transforms: Transforms) -> None:
+        self._transforms = transforms
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        output = self._transforms.sources.files[file].tensors[0].output
+        *_, rows, columns = output.shape
+        values = np.frombuffer(data, dtypes.numpy_dtype(output.dtype)).reshape(-1, columns)
+        row = offset // (columns * dtypes.dtype(output.dtype).nbytes)
+        while len(values):
+            count = min(len(values), rows - row % rows)
+            self.take(self._transforms.tensors[file], values[:count], row)
+            values, row = values[count:], row + count
+
+    def take(self, tensor: TransformedTensor, values: npt.NDArray[np.generic], row: int) -> None:
+        """Take rows of one matrix; `row` counts those of all matrices."""
+        raise NotImplementedError
+
+
+def kind_of(name: str) -> str:
+    """Return what a matrix is in its layer: the last part of its module's name, such as ``q_proj``."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def add_error(errors: dict[str, Sequence[float]], kind: str, error: EncodingError) -> None:
+    """Add an error to those of its kind."""
+    errors[kind] = astuple(EncodingError(*errors.get(kind, ())) + error)
+
+
+class _Encoder(_Bands):
+    def __init__(
+        self, transforms: Transforms, maxima: Maxima, put: Put, errors: dict[str, Sequence[float]] | None
+    ) -> None:
+        super().__init__(transforms)
+        self._maxima, self._put, self._errors, self._lock = maxima, put, errors, Lock()
+
+    def take(self, tensor: TransformedTensor, values: npt.NDArray[np.generic], row: int) -> None:
+        assert tensor.encoding is not None, "the caller's function takes whole tensors"
+        shape = self._transforms.sources.files[tensor.number].tensors[0].output.shape
+        maximum = float(self._maxima[tensor.group][row // shape[-2]]) if tensor.encoding.is_shared else None
+        parts = tensor.encoding.encode(values, row, shape, maximum, name=tensor.name)
+        if self._errors is not None:
+            found, kind = errors_of(tensor.encoding, values, parts, maximum), kind_of(tensor.name)
+            with self._lock:
+                add_error(self._errors, kind, found)
+        for number, first, made in parts:
+            data = np.ascontiguousarray(made).view(np.uint8).reshape(-1)
+            self._put(tensor, number, first * made.dtype.itemsize, data.data)
+
+
+class _Measure(_Bands):
+    def __init__(self, transforms: Transforms, maxima: Maxima) -> None:
+        super().__init__(transforms)
+        self._maxima, self._lock = maxima, Lock()
+
+    def take(self, tensor: TransformedTensor, values: npt.NDArray[np.generic], row: int) -> None:
+        assert tensor.encoding is not None, "the caller's function takes whole tensors"
+        shape = self._transforms.sources.files[tensor.number].tensors[0].output.shape
+        found = tensor.encoding.measure(values)
+        with self._lock:
+            place = self._maxima[tensor.group][row // shape[-2] :][:1]
+            np.maximum(place, found, out=place)  # which keeps a NaN
+
+
+def _find_maxima(
+    transforms: Transforms,
+    numbers: Sequence[int],
+    source: Source,
+    budget: Budget,
+    maxima: Maxima,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Find the largest magnitudes of each group of which one of the tensors is; read all tensors of the group."""
+    groups = {transforms.tensors[number].group for number in numbers} - maxima.keys()
+    members = [t for t in transforms.tensors if t.group in groups and t.encoding is not None and t.encoding.is_shared]
+    shared = [tensor.number for tensor in members]
+    if not shared:
+        return
+    for tensor in members:
+        *stack, _, _ = transforms.sources.files[tensor.number].tensors[0].output.shape
+        maxima[tensor.group] = np.zeros(prod(stack), np.float32)
+    target = _Measure(transforms, maxima)
+    # Checksums and replicas are compared in the pass whose values are written.
+    records = transforms.sources.source.records
+    unchecked = RecordChecksums(replace(records, crc32=np.full(len(records), NO_CHECKSUM)), lambda record, crc: None)
+    plan = _without_replicas(transforms.sources, shared)
+    execute(plan, source, target, budget=budget, files=shared, checksums=unchecked, cancelled=cancelled)
+
+
+def _without_replicas(plan: Plan, numbers: Sequence[int]) -> Plan:
+    chosen, none = set(numbers), np.empty(0, np.int64)
+
+    def strip(tensor: TensorPlan) -> TensorPlan:
+        return replace(tensor, replicas=tensor.replicas.take(none)) if len(tensor.replicas) else tensor
+
+    files = (
+        FilePlan(file.output, tuple(map(strip, file.tensors))) if number in chosen else file
+        for number, file in enumerate(plan.files)
+    )
+    return replace(plan, files=tuple(files))
