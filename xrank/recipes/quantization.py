@@ -17,19 +17,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine import encodings
 from xrank.engine.companions import CompanionFile
-from xrank.engine.encodings import Encoding
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredShard
 from xrank.recipes.conversions import is_known_type
 from xrank.recipes.found_source import FoundSource, read_config
-from xrank.recipes.schemes import name_group
 from xrank.words import plural
 
 if TYPE_CHECKING:
     import torch
+
+    from xrank.engine.encodings import Encoding
 
 
 _KEPT = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
@@ -103,6 +102,8 @@ class Quantization(Struct, frozen=True):
     @property
     def encoding(self) -> Encoding:
         """The same arithmetic, for tensors that are made band by band."""
+        from xrank.engine import encodings  # sources that are not quantized do not need this module
+
         return encodings.fp32_encoding(self.dtype, self.blocks, self.name_scales(""))
 
     @property
@@ -262,6 +263,8 @@ class StoredScheme(Struct, frozen=True):
             >>> StoredScheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}).names
             ('NVFP4',)
         """
+        from xrank.recipes.schemes import name_group  # sources that are not quantized do not need this module
+
         found = [name_group(group, self._format) for group in self._groups]
         if self.method == "modelopt":
             found = [str(algorithm) for algorithm in self._algorithms]
@@ -281,6 +284,8 @@ class StoredScheme(Struct, frozen=True):
         Raises:
             UsageError: the quantization is not one of those that xrank decodes.
         """
+        from xrank.engine import encodings  # sources that are not quantized do not need this module
+
         found: list[Encoding | None] = []
         if self.method == "compressed-tensors":
             found = [_find_encoding(group, self._format) for group in self._groups]
@@ -343,6 +348,8 @@ _ALGORITHMS = {
 
 def _find_encoding(group: Mapping[str, Any], default: str) -> Encoding | None:
     """Return the encoding of a group of compressed-tensors; None if xrank does not have it."""
+    from xrank.engine import encodings  # sources that are not quantized do not need this module
+
     weights, form = group["weights"], group.get("format") or default
     kind, num_bits, size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
     # A group's order of columns would be in weight_g_idx, and zero points in weight_zero_point.

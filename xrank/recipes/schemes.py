@@ -12,15 +12,16 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-from xrank.engine import encodings
-from xrank.engine.encodings import Encoding
 from xrank.errors import UsageError, option
 from xrank.layout.output_files import OutputTensor
 from xrank.words import likewise_text, repr_text
+
+if TYPE_CHECKING:
+    from xrank.engine.encodings import Encoding
 
 Dialect: TypeAlias = Literal["compressed-tensors", "deepseek", "modelopt"]
 """The tool whose names of tensors and whose config a folder has."""
@@ -52,6 +53,8 @@ class Scheme(Struct, frozen=True):
     @property
     def encoding(self) -> Encoding:
         """The arithmetic."""
+        from xrank.engine import encodings  # readers of a folder's config do not need this module
+
         found: Encoding = getattr(encodings, self.constant or self.name)
         return found
 
