@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from xrank.engine import encodings
+from xrank import dtypes
 from xrank.engine.buffers import MemoryTarget
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import make_plan
@@ -43,14 +43,6 @@ LLAMA = outputs_of(
 def plan(name: str, outputs: list[OutputTensor], *ignore: str, dialect: str | None = None) -> set[tuple[str, ...]]:
     groups = plan_quantization(find_scheme(name, dialect), outputs, ignore).groups
     return {tuple(each.removeprefix(f"{_LAYER}.").removesuffix(".weight") for each in group) for group in groups}
-
-
-@pytest.fixture(autouse=True)
-def missing_encodings(monkeypatch):
-    """Stand-ins for encodings that are not there yet."""
-    for name in ("W8A16", "W4A16", "NVFP4A16", "MXFP4A16", "MXFP8", "MODELOPT_FP8_CHANNEL", "MODELOPT_NVFP4"):
-        if not hasattr(encodings, name):
-            monkeypatch.setattr(encodings, name, encodings.W8A8, raising=False)
 
 
 def test_find_scheme_takes_any_case():
@@ -216,6 +208,30 @@ def test_config_is_llm_compressors(name):
     written = json.loads(texts["config.json"])
     assert written["quantization_config"] == {**_WRITTEN[name], "ignore": list(planned.patterns)}
     assert texts["config.json"] == json.dumps(written, indent=2, sort_keys=True) + "\n"
+
+
+def test_modelopts_scales_have_the_shapes_of_its_folders():
+    made = {name: find_scheme(name, "modelopt").encoding.outputs("w", "BF16", (32, 64)) for name in ("FP8", "NVFP4")}
+    assert [(each.name, each.dtype, each.shape) for each in made["FP8"]] == [
+        ("w", "F8_E4M3", (32, 64)),
+        ("w_scale", "F32", (32,)),
+    ]
+    assert [(each.name, each.dtype, each.shape) for each in made["NVFP4"]] == [
+        ("w", "U8", (32, 32)),
+        ("w_scale", "F8_E4M3", (32, 4)),
+        ("w_scale_2", "F32", ()),
+    ]
+
+
+def test_modelopts_channels_are_divided_in_fp32():
+    values = torch.randn(4, 96).bfloat16()
+    scales = values.abs().amax(dim=1).float() / 448.0
+    want = (values / scales[:, None]).to(torch.float8_e4m3fn)  # modelopt/torch/export/quant_utils.py
+    array = values.view(torch.uint16).numpy().view(dtypes.numpy_dtype("BF16"))
+    encoding = find_scheme("FP8", "modelopt").encoding
+    codes, made = (elements for _, _, elements in encoding.encode(array, 0, values.shape))
+    assert codes.tobytes() == want.view(torch.uint8).numpy().tobytes()
+    assert made.ravel().tolist() == scales.tolist()
 
 
 @pytest.mark.parametrize("name", ["FP8", "NVFP4"])

@@ -233,6 +233,8 @@ class Encoding(Struct, frozen=True, kw_only=True):
         return (scale_dtype or dtype) if self.rule == "own" else dtype
 
     def _scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        if self.rule == "modelopt" and self.block == _CHANNEL:
+            return tuple(shape[:-1])
         return tuple(shape[:-2]) if self.block == _TENSOR else (*shape[:-2], *_count_blocks(shape[-2:], self.block))
 
     def _encode(self, values: Array, divisors: Array) -> Array:
@@ -242,7 +244,8 @@ class Encoding(Struct, frozen=True, kw_only=True):
         codes = np.empty((rows, columns // per_byte), np.uint8)
         apply = np.multiply if self.rule == "fp32" else np.divide
         # The type of the tools' quotients: fp32 where that of the scales is, else that of the values.
-        dtype = values.dtype if self.rule in ("own", "e8m0", "modelopt") else _F32
+        is_own = self.rule in ("own", "e8m0") or (self.rule == "modelopt" and self.block == _TENSOR)
+        dtype = values.dtype if is_own else _F32
         for down, across in _cut_tiles(values.shape, self.block):
             tile = values[down, across]
             words = _widen(tile)
@@ -576,7 +579,7 @@ def _find_fp32(encoding: Encoding, maxima: Array, maximum: float | None, name: s
 def _find_modelopt(encoding: Encoding, maxima: Array, maximum: float | None, name: str) -> _Scales:
     """modelopt/torch/export: unified_export_hf.py, quant_utils.py: to_quantized_weight."""
     scale = maxima.astype(_F32) / 448.0
-    return _Scales(scale.reshape(()), scale)
+    return _Scales(scale.reshape(()) if encoding.block == _TENSOR else scale, scale)
 
 
 def _find_modelopt_nvfp4(encoding: Encoding, maxima: Array, maximum: float | None, name: str) -> _Scales:
@@ -633,6 +636,7 @@ DEEPSEEK_FP8 = Encoding(elements="fp8", block=(128, 128), rule="fp32", suffixes=
 """DeepGEMM's ``per_block_cast_to_fp8``. The ``weight_quant`` of DeepSeek-V3's repository runs on GPUs only, and makes
 not-a-numbers of a block of zeros."""
 MODELOPT_FP8 = Encoding(elements="fp8", block=_TENSOR, rule="modelopt")
+MODELOPT_FP8_CHANNEL = Encoding(elements="fp8", block=_CHANNEL, rule="modelopt")
 MODELOPT_NVFP4 = Encoding(
     elements="fp4", block=(1, 16), rule="modelopt-nvfp4", suffixes=("", "_scale", "_scale_2"), packed="U8"
 )

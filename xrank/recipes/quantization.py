@@ -292,10 +292,10 @@ class StoredScheme(Struct, frozen=True):
             is_sparse = self.values.get("sparsity_config", {}).get("format", "dense") != "dense"
             found += [None] if is_sparse else []
         elif self.method == "modelopt":
-            names = [_ALGORITHMS.get(str(algorithm).upper(), "") for algorithm in self._algorithms]
-            found = [getattr(encodings, name, None) for name in names]
+            names = [_ALGORITHMS.get(str(algorithm).upper()) for algorithm in self._algorithms]
+            found = [None if name is None else getattr(encodings, name) for name in names]
         elif self.method == "mxfp4":
-            found = [getattr(encodings, "GPT_OSS", None)]
+            found = [encodings.GPT_OSS]
         elif self.method == "fbgemm_fp8":
             found = [replace(encodings.DEEPSEEK_FP8, block=(1, 0), suffixes=("", "_scale"))]
         elif self.method == "fp8" and self.values.get("expert_dtype", "fp8") == "fp8":
@@ -368,10 +368,10 @@ def _find_encoding(group: Mapping[str, Any], default: str) -> Encoding | None:
         ("mxfp8-quantized", "float", 8): "MXFP8",
     }
     form = f"{kind}-quantized" if form == "naive-quantized" else form
-    found = getattr(encodings, known.get((form, kind, num_bits), ""), None)
+    name = known.get((form, kind, num_bits))
     if isinstance(shape, str):  # as older versions wrote it: 128x128
         shape = tuple(map(int, shape.split("x")))
-    return None if found is None or shape is None else replace(found, block=tuple(shape))
+    return None if name is None or shape is None else replace(getattr(encodings, name), block=tuple(shape))
 
 
 def find_stored_scheme(
