@@ -71,7 +71,7 @@ class Encoding(Struct, frozen=True, kw_only=True):
         ['up.weight', 'up.weight_scale']
         >>> codes, scales = (elements for _, _, elements in W8A8.encode(values, 0, values.shape))
         >>> codes.tolist(), W8A8.decode([codes, scales], "F32").tolist()[1]
-        ([[64, -128], [0, 127]], [0.0, 3.98431396484375])
+        ([[64, -127], [0, 127]], [0.0, 3.98431396484375])
     """
 
     elements: Literal["fp8", "int8", "int4", "fp4"]
