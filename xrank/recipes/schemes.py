@@ -374,7 +374,7 @@ def _misfit_error(scheme: Scheme, misfits: Mapping[str, str]) -> UsageError:
         f"{name} does not fit {scheme.name}{likewise_text([*misfits][1:], 3)}",
         tensor=name,
         got=misfit,
-        want=f"shapes that {scheme.name} divides",
+        want="matrices [out, in] that its groups of columns divide",
         next_step=f"keep it in floating point with {step}",
     )
 
