@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xrank
+from tests.commands.adapted_models import leave_adapted
 from tests.free_port import free_port
 from xrank import dtypes
 from xrank.engine import transforms
@@ -112,6 +113,19 @@ def test_a_cast_comes_before(plain: Path, tmp_path: Path) -> None:
     made = {name: as_bytes(tensor) for name, tensor in read(tmp_path / "made").items()}
     assert made == encode(make_state(), "FP8_BLOCK")
     assert xrank.verify_model(tmp_path / "cast", against=tmp_path / "made").ok
+
+
+def test_adapters_are_merged_before_or_stay_apart(tmp_path: Path) -> None:
+    leave_adapted(tmp_path / "ws")
+    xrank.gather_checkpoint(tmp_path / "ws", tmp_path / "merged", adapter="merge")
+    xrank.gather_checkpoint(tmp_path / "merged", tmp_path / "twice", quantize="FP8_DYNAMIC")
+    xrank.gather_checkpoint(tmp_path / "ws", tmp_path / "once", adapter="merge", quantize="FP8_DYNAMIC")
+    once, twice = (read(tmp_path / name) for name in ("once", "twice"))
+    assert {n: as_bytes(t) for n, t in once.items()} == {n: as_bytes(t) for n, t in twice.items()}
+    xrank.gather_checkpoint(tmp_path / "ws", tmp_path / "apart", adapter="separate", quantize="FP8_DYNAMIC")
+    assert load_file(tmp_path / "apart" / "adapter" / "adapter_model.safetensors")
+    for name in ("once", "apart"):
+        assert xrank.verify_model(tmp_path / "ws", against=tmp_path / name).ok
 
 
 def test_what_is_ignored_stays(plain: Path, tmp_path: Path) -> None:
