@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +12,6 @@ import xrank
 from tests.layout.test_layouts_through_files import facts
 from xrank import Quantization
 from xrank.errors import ContradictionError, RankFailedError, UsageError
-from xrank.layout.nests import Nest, addresses
-from xrank.refit.prepared_part import _choose_form, cut_matrix_tiles
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -81,30 +77,3 @@ def test_an_engine_without_scales_of_its_own_is_refused(tmp_path: Path) -> None:
         offer.publish(1)
         with pytest.raises(UsageError, match="w: F8_E4M3 of the source does not become BF16"):
             weights.update(timeout_seconds=5)
-
-
-def test_a_fused_tensor_of_two_kinds_is_refused() -> None:
-    wanted: set[tuple[str | None, str]] = {("F8_E4M3", "q.weight"), ("", "norm.weight")}
-    with pytest.raises(UsageError, match=r"q\.weight cannot be quantized part by part"):
-        _choose_form(wanted, Quantization())
-
-
-def test_tiles_of_a_nest_are_its_elements() -> None:
-    for seed in range(200):
-        check_tiles(random.Random(seed))
-
-
-def check_tiles(rng: random.Random) -> None:
-    loops, xs = [], 1
-    for _ in range(rng.randint(0, 3)):
-        loops.append((rng.randint(2, 5), xs, rng.choice([1, 1, 2, 3, 4, 6, 12, 24])))
-        xs *= loops[-1][0]
-    nest, columns = Nest(rng.randint(0, 3), rng.randint(0, 9), tuple(reversed(loops))), rng.choice([1, 4, 6, 12])
-    found = []
-    for tile in cut_matrix_tiles(nest.x, nest.y, nest.loops, columns):
-        rows, across = np.arange(tile.num_rows), np.arange(tile.num_columns)
-        x = tile.x + rows[:, None] * tile.x_row + across * tile.x_column
-        assert (tile.column + across * tile.column_step < columns).all()
-        y = (tile.row + rows[:, None] * tile.row_step) * columns + tile.column + across * tile.column_step
-        found += list(zip(x.ravel().tolist(), y.ravel().tolist(), strict=True))
-    assert sorted(found) == sorted(addresses(nest))

@@ -1,8 +1,4 @@
-"""Quantization: weights as numbers of 8 bits, with a scale for each tensor, channel or block.
-
-A scale follows from the largest magnitude in its block alone, and an element from its own value and that scale. So
-ranks that hold parts of a tensor need only their maxima of common blocks to quantise as one that holds it whole.
-"""
+"""Quantization: a transform to 8 bits with scales in fp32, and what sources declare of the quantization they have."""
 
 from __future__ import annotations
 
@@ -35,32 +31,11 @@ _KEPT = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
 """Embeddings, heads, norms and routers, which engines keep in 16 or 32 bits."""
 
 
-class BlockGrid(Struct, frozen=True):
-    """The blocks of a tensor whose last two dims are matrices. Rows are those of all matrices, one after another."""
-
-    rows: int
-    """Rows of one matrix."""
-    columns: int
-    block_rows: int
-    block_columns: int
-    num_matrices: int
-
-    @property
-    def block_rows_of_matrix(self) -> int:
-        """Rows of blocks in one matrix."""
-        return -(-self.rows // self.block_rows)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of blocks, over all matrices."""
-        return self.num_matrices * self.block_rows_of_matrix, -(-self.columns // self.block_columns)
-
-
 class Quantization(Struct, frozen=True):
-    """A transform that quantises weights to fp8 or int8, for `xrank.offer_weights` and any other ``transform=``.
+    """A transform that quantizes weights to fp8 or int8, with scales in fp32, for ``transform=`` of any call.
 
     A matrix ``name`` becomes ``name`` in the new type and a tensor of scales in fp32; ``name * scale`` is about the old
-    value. `xrank.offer_weights` lets each rank quantise its own part, with the same bits as of the whole tensor.
+    value. Where ranks hold parts of a matrix, it is made band by band, and no rank holds all of it.
 
     Attributes:
         dtype: ``"fp8"`` (e4m3, largest magnitude 448) or ``"int8"`` (127, rounded half to even).
@@ -106,13 +81,8 @@ class Quantization(Struct, frozen=True):
 
         return encodings.fp32_encoding(self.dtype, self.blocks, self.name_scales(""))
 
-    @property
-    def code_dtype(self) -> str:
-        """Safetensors name of the quantised type."""
-        return "F8_E4M3" if self.dtype == "fp8" else "I8"
-
     def applies_to(self, name: str, dtype: str, shape: Sequence[int]) -> bool:
-        """Return whether a tensor is quantised; `dtype` is a safetensors name."""
+        """Return whether a tensor is quantized; `dtype` is a safetensors name."""
         kept = _KEPT if self.keep is None else self.keep
         kind = dtypes.dtype(dtype)
         is_matrix = len(shape) >= 2 and prod(shape) > 0 and kind.is_float and kind.nbytes > 1
@@ -123,61 +93,30 @@ class Quantization(Struct, frozen=True):
         suffix = "_scale_inv" if isinstance(self.blocks, tuple) else "_scale"
         return name + (suffix if self.scale_suffix is None else self.scale_suffix)
 
-    def find_grid(self, shape: Sequence[int]) -> BlockGrid:
-        """Return the blocks of a tensor of a shape."""
-        rows, columns = shape[-2:]
-        sizes = {"tensor": (rows, columns), "channel": (1, columns)}
-        block_rows, block_columns = self.blocks if isinstance(self.blocks, tuple) else sizes[self.blocks]
-        return BlockGrid(rows, columns, block_rows, block_columns, prod(shape[:-2]))
-
-    def find_scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a tensor's scales."""
-        if self.blocks == "tensor":
-            return tuple(shape[:-2])
-        grid = self.find_grid(shape)
-        return (*shape[:-2], grid.block_rows_of_matrix, grid.shape[1])
-
-    def find_scales(self, name: str, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales of blocks, and the factors by which their values are multiplied."""
-        if not maxima.is_meta and not maxima.isfinite().all():
-            problem = f"{name} has values that are not finite, which have no scale"
-            step = "look for the step that made them"
-            raise ContradictionError(problem, tensor=name, got="inf or nan", want="finite weights", next_step=step)
-        if self.dtype == "fp8":  # vllm/utils/deep_gemm.py: per_block_cast_to_fp8
-            scales = maxima.clamp(min=1e-4) / 448.0
-            return scales, 1.0 / scales
-        # vllm/model_executor/layers/quantization/utils/int8_utils.py: per_token_quant_int8
-        maxima = maxima.clamp(min=1e-10)
-        return maxima / 127, 127 / maxima
-
-    def encode(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return values in the quantised type; `factors` has one for each of them."""
-        import torch
-
-        scaled = values.float() * factors
-        if self.dtype == "fp8":
-            return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
-        return scaled.round_().clamp_(-127, 127).to(torch.int8)
-
     def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a whole tensor quantised, with its scales; or as it is, if it is kept."""
+        """Return a whole tensor quantized, with its scales; or as it is, if it is kept."""
         import torch
+
+        def kind_of(dtype: str) -> torch.dtype:
+            found: torch.dtype = getattr(torch, dtypes.dtype(dtype).torch_name)
+            return found
 
         dtype = dtypes.by_torch_name(str(tensor.dtype).removeprefix("torch.")).name
         if not self.applies_to(name, dtype, tensor.shape):
             return {name: tensor}
-        grid = self.find_grid(tensor.shape)
-        down, right = grid.block_rows_of_matrix * grid.block_rows, grid.shape[1] * grid.block_columns
-        padded = torch.zeros((grid.num_matrices, down, right), dtype=tensor.dtype, device=tensor.device)
-        padded[:, : grid.rows, : grid.columns] = tensor.reshape(-1, grid.rows, grid.columns)
-        blocks = padded.view(-1, grid.block_rows, grid.shape[1], grid.block_columns)
-        maxima = blocks.abs().amax(dim=(1, 3), keepdim=True).float()
-        scales, factors = self.find_scales(name, maxima)
-        codes = self.encode(blocks, factors).view(padded.shape)[:, : grid.rows, : grid.columns]
-        return {
-            name: codes.reshape(tensor.shape).contiguous(),
-            self.name_scales(name): scales.reshape(self.find_scale_shape(tensor.shape)),
-        }
+        encoding, (*_, rows, columns) = self.encoding, tensor.shape
+        outputs = encoding.outputs(name, dtype, tensor.shape)
+        made = [torch.empty(each.shape, dtype=kind_of(each.dtype), device=tensor.device) for each in outputs]
+        if not tensor.is_meta:
+            content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            values = content.view(dtypes.numpy_dtype(dtype)).reshape(-1, columns)
+            for row in range(0, len(values), rows):
+                matrix = values[row : row + rows]
+                maximum = encoding.measure(matrix) if encoding.is_shared else None
+                for number, first, array in encoding.encode(matrix, row, tensor.shape, maximum, name=name):
+                    part = torch.from_numpy(array.reshape(-1).view("u1")).view(made[number].dtype)
+                    made[number].view(-1)[first : first + array.size] = part
+        return {each.name: one for each, one in zip(outputs, made, strict=True)}
 
 
 _Tensor = StoredShard | OutputTensor

@@ -111,10 +111,9 @@ def offer_weights(
         recipe: from training names to Hugging Face's.
         base_model: a model folder whose config and names count, for modules without a config, such as Megatron's.
         dtype: element type of floating-point tensors, which each rank casts at `publish`: as `xrank.export_model`.
-        transform: an `xrank.Quantization`, with which each rank quantizes its own parts at `publish`. The bits are
-            those of the whole tensors, and scales are further tensors. Or a function as of `xrank.export_model`: at
-            each `publish` one rank makes a tensor whole, calls it, and lends the result. Casts and transforms take
-            memory of the host for the bytes that they lend.
+        transform: an `xrank.Quantization`, as `quantize`; or a function as of `xrank.export_model`: at each `publish`
+            one rank makes a tensor whole, calls it, and lends the result. Casts and transforms take memory of the host
+            for the bytes that they lend.
         quantize: lend quantized matrices, as `xrank.gather_checkpoint` writes them; so are `quantize_ignore` and
             `dialect`. At each `publish` the ranks read each other's parts, band by band, and each makes its share.
         quantize_ignore: modules that stay as they are.
@@ -149,7 +148,6 @@ def offer_weights(
     team = find_group_team(
         group, os.path.join(place.path, "offer"), timeout_seconds=timeout_seconds, call="offer_weights"
     )
-    quantization = transform if isinstance(transform, Quantization) else None
 
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
@@ -169,7 +167,7 @@ def offer_weights(
             mesh,
             recipe,
             base_model,
-            transform=None if quantization is not None else transform,
+            transform=transform,
             timeout_seconds=timeout_seconds,
             call="offer_weights",
             place=place.path,
@@ -179,7 +177,7 @@ def offer_weights(
         return {
             **request.describe(),
             "snapshot": str(snapshot),
-            "quantization": repr(quantization),
+            "quantization": repr(transform) if isinstance(transform, Quantization) else None,
             "wire": wire,
             "on_engine_failure": on_engine_failure,
         }
@@ -188,12 +186,9 @@ def offer_weights(
         with team.together():
             request, _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
             options = request.options
-            is_prepared = request.transform is not None or quantization is not None
-            is_prepared = is_prepared or options.quantize is not None or options.dtype != "keep"
+            is_prepared = request.transform is not None or options.quantize is not None or options.dtype != "keep"
             part = OwnPart(team, is_snapshot=snapshot, is_prepared=is_prepared)
-            parts = _lend(
-                request, quantization, team, loan, part, place, by_mooncake=is_mooncake(wire, "offer_weights")
-            )
+            parts = _lend(request, team, loan, part, place, by_mooncake=is_mooncake(wire, "offer_weights"))
             registration = _register(
                 place, team, request, parts, () if part.prepared is None else part.prepared.dropped
             )
@@ -248,7 +243,6 @@ class OwnPart:
 
 def _lend(
     request: ModelRequest,
-    quantization: Quantization | None,
     team: Team,
     loan: ExitStack,
     part: OwnPart,
@@ -269,7 +263,7 @@ def _lend(
     lent = lend_model(request, team, loan, part=located, check=check, failures=lambda: part.check())
     prepared, _ = team.agree(
         "the prepared tensors",
-        lambda: prepare_part(lent, part.tensors, quantization, team, is_snapshot=part.is_snapshot),
+        lambda: prepare_part(lent, part.tensors, team, is_snapshot=part.is_snapshot),
         lambda _: None,
         lambda _, __: None,
     )
@@ -279,7 +273,6 @@ def _lend(
     loan.callback(offer.close)
     content = {**lent.parts[team.position], "model": prepared.description}
     parts = share_offers(team, "the lent tensors", offer, content)
-    prepared.connect(offer, team, [one["offer"] for one in parts], lambda: part.check())
     part.prepared = prepared
     return parts
 
@@ -559,8 +552,6 @@ class WeightsOffer:
             return
         self._part.check = lambda: self._ranks.check(step)
         versions = self._part.count_versions()
-        if prepared.quantized is not None:
-            prepared.quantized.measure()
         if prepared.is_shared:
             self._set(Phase.MEASURED, step)
             self._wait_for_phase(step, deadline, f"come to step {step}", (Phase.MEASURED, Phase.OPEN, Phase.STEADY))
@@ -568,7 +559,7 @@ class WeightsOffer:
         self._check_values(versions, step)
 
     def _wait_for_fills(self, step: int, deadline: Deadline) -> None:
-        """Wait until no other rank reads this rank's weights or maxima any more."""
+        """Wait until no other rank reads this rank's weights any more."""
         if self._part.prepared is not None and self._part.prepared.is_shared:
             self._wait_for_phase(step, deadline, f"prepared step {step}", (Phase.OPEN, Phase.STEADY, Phase.CLOSED))
 
