@@ -26,7 +26,7 @@ def test_codes_are_fetched_once(small_bucket: Bucket, monkeypatch: pytest.Monkey
         for name, value in small_bucket.behind(proxy).environment().items():
             monkeypatch.setenv(name, value)
         proxy.restart()
-        xrank.gather_checkpoint(f"{small_bucket.url}/q", tmp_path / "out", dequantize=True, max_memory="16MB")
+        xrank.gather_checkpoint(f"{small_bucket.url}/q", tmp_path / "out", dequantize=True, max_memory="48MB")
         fetched_nbytes = sum(request.answered_nbytes for request in proxy.requests)
     xrank.gather_checkpoint(tmp_path / "q", tmp_path / "want", dequantize=True)
     got, want = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "want"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,8 +34,10 @@ _GAP_NBYTES = 4 << 10
 _SPAN_NBYTES = 1 << 20
 """Most bytes of such rows that are read at once."""
 _MOST_PREPARED = 256
-_MOST_KEPT = 64
-"""Rows of scales that a thread keeps, each for many rows of a matrix."""
+_MOST_ROWS = 64
+"""Rows of scales that are kept, each for many rows of a matrix."""
+_MOST_LINES, _LONGEST_LINE = 16, 1 << 15
+"""Decoded lines that are kept, each for the two windows that share it, and the elements of the longest of them."""
 
 _Values = npt.NDArray[Any]
 
@@ -67,6 +69,8 @@ def describe_matrix(
     blocks = [(1, 0), (encoding.block[0] or rows, encoding.block[1])]
     found = []
     for number, (record, output) in enumerate(parts):
+        if output.dtype == "I64":  # the shape, which is known
+            continue
         block_rows, block_columns = blocks[number] if number < len(blocks) else (0, 0)
         # Codes may be packed, several in one element.
         each = block_columns if number else columns // output.shape[-1]
@@ -120,7 +124,9 @@ class QuantizedSource:
     def __init__(self, records: RecordTable, inner: FileSource | ObjectSource | DecodedSource) -> None:
         self._inner = inner
         self._specs = records.quantized
-        self._prepare = lru_cache(_MOST_PREPARED)(lambda record: _Matrix.of(self._specs[record]))
+        self._prepare = lru_cache(_MOST_PREPARED)(lambda record: _Matrix.of(records.quantized[record]))
+        self._read_kept_row = lru_cache(_MOST_ROWS)(self._read_row)
+        self._decode_kept_line = lru_cache(_MOST_LINES)(self._decode_line)
         self._own = threading.local()
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
@@ -134,11 +140,19 @@ class QuantizedSource:
         position = start // kind.itemsize
         while len(values):
             line, low = divmod(position, matrix.line)
-            if low or len(values) < matrix.line:
+            left = matrix.lines - line % matrix.lines
+            if matrix.spec.is_transposed and low + len(values) > matrix.line:
+                # The lines at both ends, too, as all of them are decoded from the same rows.
+                whole = np.empty((min(-(-(low + len(values)) // matrix.line), left), matrix.line), kind)
+                self._decode(matrix, line, 0, whole)
+                made = whole.reshape(-1)[low : low + len(values)]
+                count = len(made)
+                values[:count] = made
+            elif low or len(values) < matrix.line:
                 count = min(len(values), matrix.line - low)
                 values[:count] = self._read_part_of_line(record, matrix, line, low, low + count)
             else:
-                lines = min(len(values) // matrix.line, matrix.lines - line % matrix.lines)
+                lines = min(len(values) // matrix.line, left)
                 count = lines * matrix.line
                 self._decode(matrix, line, 0, values[:count].reshape(lines, matrix.line))
             values, position = values[count:], position + count
@@ -159,15 +173,19 @@ class QuantizedSource:
         """The objects in stores that it reads, if there are any."""
         return getattr(self._inner, "objects", None)
 
-    def announce(self, reads: Iterable[Read]) -> bool:
-        """Start to fetch bytes that will be read soon; see `ObjectSource.announce`."""
-        if self.objects is None:
-            return False
-        return self.objects.announce(part for read in reads for part in self._find_reads(read))
+    @property
+    def announce(self) -> Callable[[Iterable[Read]], bool] | None:
+        """Starts to fetch bytes that will be read soon, as `ObjectSource.announce`; None if all are on disks."""
+        objects = self.objects
+        if objects is None:
+            return None
+        return lambda reads: objects.announce(part for read in reads for part in self._find_reads(read))
 
     def close(self) -> None:
         """Close all files; no read may be under way."""
         self._inner.close()
+        for kept in (self._read_kept_row, self._decode_kept_line):
+            kept.cache_clear()
 
     def _find_reads(self, read: Read) -> Iterator[Read]:
         """Yield what is read of the parts for a read of a matrix; other reads as they are."""
@@ -190,7 +208,7 @@ class QuantizedSource:
         """Return elements [low, high) of a line of the decoded record.
 
         A tensor that is cut across its lines is read so, one line after another. From the second line on, some are
-        decoded ahead.
+        decoded ahead. Other reads end within a line that the next one begins with.
         """
         kept: _Kept | None = getattr(self._own, "kept", None)
         count = 1
@@ -199,9 +217,18 @@ class QuantizedSource:
                 return kept.values[line - kept.first]  # type: ignore[no-any-return]
             if line == kept.first + len(kept.values):
                 count = min(max(1, _CHUNK // (high - low)), matrix.lines - line % matrix.lines)
-        values: _Values = np.empty((count, high - low), dtypes.numpy_dtype(matrix.spec.dtype))
-        self._decode(matrix, line, low, values)
+        if count == 1 and matrix.line <= _LONGEST_LINE and not matrix.spec.is_transposed:
+            values = self._decode_kept_line(record, line)[None, low:high]
+        else:
+            values = np.empty((count, high - low), dtypes.numpy_dtype(matrix.spec.dtype))
+            self._decode(matrix, line, low, values)
         self._own.kept = _Kept(record, low, high, line, values)
+        return values[0]  # type: ignore[no-any-return]
+
+    def _decode_line(self, record: int, line: int) -> _Values:
+        matrix = self._prepare(record)
+        values = np.empty((1, matrix.line), dtypes.numpy_dtype(matrix.spec.dtype))
+        self._decode(matrix, line, 0, values)
         return values[0]  # type: ignore[no-any-return]
 
     def _decode(self, matrix: _Matrix, line: int, low: int, into: _Values) -> None:
@@ -215,12 +242,18 @@ class QuantizedSource:
         for top, bottom, left, right in _cut_chunks(matrix, row, row + len(into), column, column + into.shape[1]):
             begin = left // matrix.align * matrix.align
             end = min(-(-right // matrix.align) * matrix.align, matrix.spec.shape[2])
-            values = self._decode_chunk(matrix, first + top, first + bottom, begin, end)
-            chunk = values[:, left - begin : right - begin]
-            np.copyto(into[top - row : bottom - row, left - column : right - column], chunk, casting="unsafe")
+            parts = self._read_parts(matrix, first + top, first + bottom, begin, end)
+            place = into[top - row : bottom - row, left - column : right - column]
+            # The last packed element may be padded.
+            values = matrix.encoding.decode(parts, matrix.spec.dtype)[:, left - begin : right - begin]
+            if place.strides[1] == place.itemsize:
+                np.copyto(place, values, casting="unsafe")
+            else:  # numpy's loops over such types are slow, and those over lines three times as slow
+                bits = np.dtype(f"u{place.itemsize}")
+                np.copyto(place.view(bits), values.astype(place.dtype, copy=False).view(bits))
 
-    def _decode_chunk(self, matrix: _Matrix, top: int, bottom: int, left: int, right: int) -> _Values:
-        """Return the values of rows of one matrix and one row of blocks, counted over all; columns are aligned."""
+    def _read_parts(self, matrix: _Matrix, top: int, bottom: int, left: int, right: int) -> list[_Values]:
+        """Return the parts for rows of one matrix and one row of blocks, counted over all; columns are aligned."""
         parts = []
         for number, part in enumerate(matrix.spec.parts):
             width = dtypes.dtype(part.dtype).nbytes
@@ -231,9 +264,9 @@ class QuantizedSource:
                 data = self._read_rows(part.record, matrix.row_nbytes[number], top, bottom, start, end)
             else:
                 row = _part_row(matrix.spec, part, top)
-                data = self._read_kept(part.record, row, matrix.row_nbytes[number])[:, start:end]
+                data = self._read_kept_row(part.record, row, matrix.row_nbytes[number])[:, start:end]
             parts.append(np.ascontiguousarray(data).view(dtypes.numpy_dtype(part.dtype)))
-        return _decode_values(matrix.encoding, parts, matrix.spec.dtype)
+        return parts
 
     def _read_rows(self, record: int, row_nbytes: int, top: int, bottom: int, start: int, end: int) -> _Values:
         """Return bytes [start, end) of each of some rows of a part."""
@@ -247,14 +280,8 @@ class QuantizedSource:
             self._inner.read_into(record, (top + row) * row_nbytes + start, found[row].data)
         return found
 
-    def _read_kept(self, record: int, row: int, row_nbytes: int) -> _Values:
-        """Return a row of a part, of which the next rows of a matrix need the same again."""
-        rows: dict[tuple[int, int], _Values] = self._own.__dict__.setdefault("rows", {})
-        if (record, row) not in rows:
-            if len(rows) == _MOST_KEPT:
-                rows.clear()
-            rows[record, row] = self._read_rows(record, row_nbytes, row, row + 1, 0, row_nbytes)
-        return rows[record, row]
+    def _read_row(self, record: int, row: int, row_nbytes: int) -> _Values:
+        return self._read_rows(record, row_nbytes, row, row + 1, 0, row_nbytes)
 
 
 def _part_row(spec: QuantizedMatrix, part: QuantizedPart, row: int) -> int:
@@ -280,22 +307,3 @@ def _cut_chunks(matrix: _Matrix, top: int, bottom: int, left: int, right: int) -
             yield row, last, left, stop
             row = last
         left = stop
-
-
-def _decode_values(encoding: Encoding, parts: Sequence[_Values], dtype: str) -> _Values:
-    codes, scales = parts[:2]
-    rows, columns = codes.shape
-    values = _table(codes.dtype.name)[codes.view(np.uint8)] if codes.dtype.itemsize == 1 else codes.astype(np.float32)
-    width = encoding.block[1] or columns
-    wide = np.repeat(scales.astype(np.float32), width, axis=1)[:, :columns]
-    if len(scales) > 1:
-        wide = np.repeat(wide, encoding.block[0], axis=0)[:rows]
-    with np.errstate(all="ignore"):
-        values *= wide
-        return values if encoding.rule == "fp32" else values.astype(scales.dtype)
-
-
-@cache
-def _table(name: str) -> _Values:
-    kind = np.dtype(np.int8) if name == "int8" else dtypes.numpy_dtype("F8_E4M3")
-    return np.arange(256, dtype=np.uint8).view(kind).astype(np.float32)

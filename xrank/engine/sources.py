@@ -126,9 +126,12 @@ class ObjectSource:
         self._units, self._unit_of = make_units(model)
         self._is_joint = [unit.step > 0 for unit in self._units]
         """Whether each unit is made of small records."""
-        parts = model.records.find_stored([*model.records.quantized])
-        self._read_again = {self._unit_of[record] for record in parts}
-        """Units with codes or scales: what several windows need of them is read more than once."""
+        self._num_reads = {
+            self._unit_of[part.record]: matrix.num_reads
+            for matrix in model.records.quantized.values()
+            for part in matrix.parts
+        }
+        """Unit with codes or scales -> about how many times its bytes are read."""
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._held_nbytes = 0
         self._room_nbytes, self._block_nbytes = ROOM_NBYTES, BLOCK_NBYTES
@@ -255,7 +258,7 @@ class ObjectSource:
         part = block.data[low : low + nbytes]
         with self._lock:
             block.taken_nbytes += len(part)
-            if block.taken_nbytes >= block.used_nbytes and number not in self._read_again:
+            if block.taken_nbytes >= block.used_nbytes and number not in self._num_reads:
                 self._drop(key, block)
         return part
 
@@ -280,10 +283,7 @@ class ObjectSource:
         with self._lock:
             if key in self._blocks:
                 return True
-            if self._held_nbytes + self._units[number].step > self._room_nbytes:
-                for other, held in list(self._blocks.items()):
-                    if held.taken_nbytes >= held.used_nbytes:
-                        self._drop(other, held)
+            self._drop_finished(self._units[number].step)
             if self._held_nbytes + self._units[number].step > self._room_nbytes:
                 return False
             block = self._add(key)
@@ -303,7 +303,9 @@ class ObjectSource:
         start = unit.start + key[1] * unit.step
         nbytes = min(unit.step, unit.end - start)
         is_whole = nbytes == unit.end - unit.start
-        block = self._blocks[key] = _Block(nbytes, unit.used_nbytes if is_whole else nbytes)
+        self._drop_finished(nbytes)
+        used_nbytes = (unit.used_nbytes if is_whole else nbytes) * self._num_reads.get(key[0], 1)
+        block = self._blocks[key] = _Block(nbytes, used_nbytes)
         self._held_nbytes += nbytes
         for other, held in list(self._blocks.items()):
             if self._held_nbytes <= self._room_nbytes:
@@ -311,6 +313,14 @@ class ObjectSource:
             if held.data is not None and held.taken_nbytes:
                 self._drop(other, held)
         return block
+
+    def _drop_finished(self, nbytes: int) -> None:
+        """Drop blocks that are used, though perhaps read again, until there is room for so many bytes."""
+        for key, held in list(self._blocks.items()):
+            if self._held_nbytes + nbytes <= self._room_nbytes:
+                return
+            if held.taken_nbytes >= held.used_nbytes:
+                self._drop(key, held)
 
     def _drop(self, key: tuple[int, int], block: _Block) -> None:
         if self._blocks.get(key) is block:

@@ -19,6 +19,9 @@ from xrank.storage.client import ObjectStatus
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format records no checksum of these bytes."""
 
+_READ = 1 << 19
+"""Elements of a decoded matrix that are read at once: of 16 bits, those of a window of an output file."""
+
 PLAIN = -1
 """In `RecordTable.encoded_nbytes`: the file contains the record's bytes as they are."""
 
@@ -85,6 +88,12 @@ class QuantizedMatrix(Struct, frozen=True):
     """In the order in which the encoding has them."""
     is_transposed: bool = False
     """Whether the decoded record contains the transpose of each matrix."""
+
+    @property
+    def num_reads(self) -> int:
+        """About how many times its parts are read: the transpose is made of some columns at a time, of all rows."""
+        _, rows, columns = self.shape
+        return -(-rows * columns // _READ) if self.is_transposed else 1
 
     def shift(self, num_records: int) -> QuantizedMatrix:
         """Return the matrix where so many records come before its own."""

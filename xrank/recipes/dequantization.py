@@ -7,7 +7,9 @@ adapters, ties, casts, checks of the config) sees the model as it was before it 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from math import prod
 from typing import Any
 
@@ -17,6 +19,8 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.engine.encodings import Encoding
 from xrank.engine.quantized_records import describe_matrix
+from xrank.engine.sources import ObjectSource, open_source
+from xrank.engine.windows import Read
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
@@ -24,6 +28,7 @@ from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import NO_CHECKSUM, QuantizedMatrix, RecordTable, StoredModel, StoredShard
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.quantization import (
+    COPY_CODES,
     DECLARING_FILES,
     DECLARING_KEYS,
     StoredScheme,
@@ -31,6 +36,24 @@ from xrank.recipes.quantization import (
     find_stored_scheme,
 )
 from xrank.words import list_text, plural
+
+
+class _Types(Struct, frozen=True):
+    """The types in which decoded weights are wanted."""
+
+    plain: str
+    """The type of the model's weights by its config.json."""
+    choice: str = "keep"
+    """`GatherOptions.dtype`, or ``"any"`` for a module whose types are not known."""
+
+    def find(self, encoding: Encoding, scale_dtype: str) -> str:
+        """Return the type in which a weight is decoded: for a cast in fp32, so that it is checked, and rounded once."""
+        if encoding.rule.startswith("modelopt"):  # it computes in the type that it is told
+            return _CHOSEN.get(self.choice, self.plain)
+        kind = {"own": scale_dtype, "e8m0": "BF16", "nvfp4": "BF16"}.get(encoding.rule, "F32")
+        if kind != "F32":
+            return kind
+        return self.plain if self.choice == "keep" else "BF16" if self.choice == "bf16" else "F32"
 
 
 class StoredWeight(Struct, frozen=True):
@@ -52,13 +75,13 @@ class StoredWeight(Struct, frozen=True):
         return (*self.shape[:-2], *self.shape[:-3:-1]) if self.is_transposed else self.shape
 
 
-def fold_model(model: StoredModel, weights: Sequence[StoredWeight], dtype: str, dropped: set[str]) -> StoredModel:
+def fold_model(model: StoredModel, weights: Sequence[StoredWeight], types: _Types, dropped: set[str]) -> StoredModel:
     """Return a model with one tensor for each quantized weight, whose bytes are decoded from those of its parts.
 
     Args:
         model: the model as it is quantized.
         weights: its quantized weights.
-        dtype: safetensors name of the type of weights whose encoding computes in fp32.
+        types: the types in which weights are wanted.
         dropped: names of further tensors to leave out.
 
     Raises:
@@ -73,11 +96,14 @@ def fold_model(model: StoredModel, weights: Sequence[StoredWeight], dtype: str, 
     for weight in weights:
         parts = [shards[name] for name in weight.parts]
         stored = [find_record(part, weight.name) for part in parts]
-        kind = _value_dtype(weight.encoding, parts[1].dtype, dtype)
+        kind = types.find(weight.encoding, parts[1].dtype)
         outputs = weight.encoding.outputs(weight.name, parts[1].dtype, weight.shape)
         sizes = (prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
         new, count = len(table) + len(rows), prod(sizes)
-        described = zip(stored, outputs, strict=True)
+        described = [
+            (record, replace(output, dtype=part.dtype))
+            for record, output, part in zip(stored, outputs, parts, strict=True)
+        ]
         matrices[new] = describe_matrix(weight.encoding, kind, sizes, described, is_transposed=weight.is_transposed)
         first = int(table.file[stored[0]]), int(table.offset[stored[0]])
         rows.append((*first, count * dtypes.dtype(kind).nbytes, NO_CHECKSUM))
@@ -117,14 +143,12 @@ class _RecordFinder:
         raise UsageError(problem, tensor=part.name, file=self._model.path, got=got, next_step=step)
 
 
-def _value_dtype(encoding: Encoding, scale_dtype: str, dtype: str) -> str:
-    return dtype if encoding.rule == "fp32" or scale_dtype == "F32" else scale_dtype
-
-
-_OF_ACTIVATIONS = re.compile(r".*(?:[qkv]|kv_cache|prob|input|output|activation)_(?:global_)?(?:scale|zero_point)")
-_WANTED = {"bf16": "BF16", "fp16": "F32", "fp32": "F32", "base": "F32"}
-"""Type in which a weight is decoded for a cast, so that it is rounded once, and checked."""
+_OF_ACTIVATIONS = re.compile(
+    r"(?:.*\.)?(?:[qkv]|kv_cache|prob|prob_output|output|act|(?:\w+_)?(?:input|activation))_(?:global_)?"
+    r"(?:scale|zero_point)(?:_inv)?"
+)
 _CONFIG_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_CHOSEN = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Name -> (dtype, global shape)."""
 
@@ -134,7 +158,8 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
 
     Args:
         found: the source as it is quantized.
-        dtype: the `GatherOptions.dtype` for which weights are decoded; ``"keep"``: the type that config.json has.
+        dtype: the `GatherOptions.dtype` for which weights are decoded, ``"keep"`` for the type that config.json has;
+            or ``"any"``.
 
     Raises:
         IncompleteError: a weight lacks its scales, or scales their weight.
@@ -147,7 +172,7 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
     model = found.model
     if weights:
         _check_stated_shapes(model, weights)
-        model = fold_model(model, weights, _WANTED.get(dtype) or _find_plain_type(found.config), dropped)
+        model = fold_model(model, weights, _Types(_find_plain_type(found.config), dtype), dropped)
         notes = [("dequantized", f"{plural(len(weights), 'quantized weight')} decoded, such as {weights[0].name}")]
     if dropped:
         notes.append(("scales-dropped", f"scales of activations are left out: {list_text(sorted(dropped), 3)}"))
@@ -163,7 +188,7 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
 def decode_source(found: FoundSource) -> FoundSource:
     """Return a source with floating-point weights for a module that has only such; unchanged if it has only such."""
     is_quantized = holds_codes(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in found.model.shards)
-    return dequantize_source(found, "fp32") if is_quantized else found
+    return dequantize_source(found, "any") if is_quantized else found
 
 
 def dequantize_base(base: BaseModel) -> BaseModel:
@@ -171,17 +196,17 @@ def dequantize_base(base: BaseModel) -> BaseModel:
     declared = find_stored_scheme(base.config, base.companions)
     weights, dropped = find_weights(base.tensors, declared, base.path)
     left_out = dropped.union(*(weight.parts for weight in weights))
-    dtype = _find_plain_type(base.config)
+    types = _Types(_find_plain_type(base.config))
     tensors = {name: tensor for name, tensor in base.tensors.items() if name not in left_out}
     for weight in weights:
-        kind = _value_dtype(weight.encoding, base.tensors[weight.parts[1]][0], dtype)
+        kind = types.find(weight.encoding, base.tensors[weight.parts[1]][0])
         tensors[weight.name] = kind, weight.plain_shape
     return replace(
         base,
         tensors=tensors,
         config=remove_quantization(base.config),
         companions=tuple(each for each in base.companions if each.name not in ("config.json", *DECLARING_FILES)),
-        decode=lambda model: fold_model(model, weights, dtype, dropped),
+        decode=lambda model: fold_model(model, weights, types, dropped),
     )
 
 
@@ -189,18 +214,22 @@ def remove_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] |
     """Return a config without the quantization that it, or an object in it, declares."""
     if config is None:
         return None
-    sections = {
+    has_type = any({"dtype", "torch_dtype"} & {*section} for section in _list_sections(config))
+    kept = {
         key: {k: v for k, v in value.items() if k not in DECLARING_KEYS} if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key not in DECLARING_KEYS
     }
-    return sections if {"dtype", "torch_dtype"} & {*sections} else {**sections, "dtype": "bfloat16"}
+    return kept if has_type else {**kept, "dtype": "bfloat16"}
 
 
 def _find_plain_type(config: Mapping[str, Any] | None) -> str:
-    sections = (config or {}, *(each for each in (config or {}).values() if isinstance(each, Mapping)))
-    named = (each.get(key) for each in sections for key in ("dtype", "torch_dtype"))
+    named = (section.get(key) for section in _list_sections(config or {}) for key in ("dtype", "torch_dtype"))
     return next((_CONFIG_TYPES[name] for name in named if name in _CONFIG_TYPES), "BF16")
+
+
+def _list_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [config, *(each for each in config.values() if isinstance(each, Mapping))]
 
 
 def holds_codes(tensors: Iterable[OutputTensor]) -> bool:
@@ -233,12 +262,23 @@ def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) ->
             raise _misfit(name, stems, tensors, path)
         weights.append(weight)
         used.update(weight.parts)
+    modules = {weight.name.removesuffix("weight") for weight in weights if weight.name.endswith(".weight")}
     for name, (kind, _) in tensors.items():
         if name in used or name in scales:
             continue
         whose = next((each for each in known if _is_codes(each, name, kind)), None)
         if whose is not None:
             raise _missing(name.removesuffix(whose.suffixes[0]) + whose.suffixes[1], name, path)
+        prefix, last = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
+        if prefix in modules and last != "bias":
+            raise UsageError(
+                f"{name}: a quantized weight with this tensor is not decoded",
+                tensor=name,
+                file=path,
+                got=f"{last} beside the codes",
+                want=f"{list_text([part.rpartition('.')[2] for part in weights[0].parts])}, and perhaps a bias",
+                next_step=COPY_CODES,
+            )
         if kind.startswith("F8"):
             raise UsageError(
                 f"{name} is quantized, and nothing states how",
@@ -248,7 +288,7 @@ def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) ->
                 want="a quantization_config in config.json, or hf_quant_config.json beside it",
                 next_step="put the config.json of the quantized model beside its weights",
             )
-    return weights, scales
+    return weights, scales if weights else set()
 
 
 def _is_scale(encoding: Encoding, name: str) -> bool:
@@ -265,18 +305,25 @@ def _fit(encoding: Encoding, stem: str, tensors: _Tensors) -> StoredWeight | Non
     """Return a weight if its tensors have the types and shapes of an encoding."""
     names = tuple(stem + suffix for suffix in encoding.suffixes)
     codes_shape, scale_dtype = tensors[names[0]][1], tensors[names[1]][0]
+    is_stack = encoding.rule == "gpt-oss"  # codes are [experts, rows, blocks, bytes], and the plain weight transposed
+    if is_stack and len(codes_shape) == 4:
+        codes_shape = (*codes_shape[:2], codes_shape[2] * codes_shape[3])
+    may_differ = encoding.rule in ("own", "fp32") and dtypes.dtype(scale_dtype).is_float
+    if encoding.rule == "own" and not may_differ:
+        return None
     for num_packed in (1, 2, 4, 8):
         shape = (*codes_shape[:-1], codes_shape[-1] * num_packed) if codes_shape else ()
         if encoding.misfit(shape) is not None:
             continue
         outputs = encoding.outputs(stem, scale_dtype, shape)
-        if outputs[0].shape == codes_shape and all(
-            output.dtype == tensors[name][0]
-            and prod(output.shape) == prod(tensors[name][1])
-            and (prod(output.shape) == 1 or output.shape == tensors[name][1])
-            for output, name in zip(outputs, names, strict=True)
+        kinds = [(tensors[names[0]][0], codes_shape), *(tensors[name] for name in names[1:])]
+        if may_differ:  # Qwen's folders in fp8 have scales in bf16
+            kinds[1] = (outputs[1].dtype, kinds[1][1])
+        if all(
+            output.dtype == dtype and (output.shape == own or prod(output.shape) == prod(own) == 1)
+            for output, (dtype, own) in zip(outputs, kinds, strict=True)
         ):
-            return StoredWeight(stem, encoding, shape, names)
+            return StoredWeight(stem, encoding, shape, names, is_stack)
     return None
 
 
@@ -302,3 +349,23 @@ def _misfit(name: str, stems: Mapping[Encoding, str], tensors: _Tensors, path: s
 
 def _check_stated_shapes(model: StoredModel, weights: Sequence[StoredWeight]) -> None:
     """Compare the shapes that packed weights state in a tensor of their own with those of their codes and scales."""
+    shards = {shard.name: shard for shard in model.shards}
+    stating = [weight for weight in weights if weight.parts[-1].endswith("_shape")]
+    stated = {weight.name: shards[weight.parts[-1]] for weight in stating}
+    finder = _RecordFinder(model)
+    with closing(open_source(model)) as source:
+        if isinstance(source, ObjectSource):
+            source.announce(Read(finder.find(shard, name), 0, 16, None) for name, shard in stated.items())
+        for weight in stating:
+            data = bytearray(16)
+            source.read_into(finder.find(stated[weight.name], weight.name), 0, memoryview(data))
+            got = struct.unpack("<2q", data)
+            if got != weight.shape:
+                raise ContradictionError(
+                    f"{weight.parts[-1]} is not the shape of its weight",
+                    tensor=weight.parts[-1],
+                    file=model.path,
+                    got=str(list(got)),
+                    want=f"{list(weight.shape)}, by the shapes of {weight.parts[0]} and its scales",
+                    next_step="copy the files of the quantized model again, all of one save",
+                )

@@ -250,7 +250,7 @@ class StoredScheme(Struct, frozen=True):
                 file=self.place,
                 got=named,
                 want="compressed-tensors without zero points, fp8, modelopt (FP8, NVFP4, MXFP8) or mxfp4",
-                next_step=_COPY,
+                next_step=COPY_CODES,
             )
         return known
 
@@ -273,7 +273,8 @@ class StoredScheme(Struct, frozen=True):
         return [each.get("quant_algo") for each in listed if isinstance(each, Mapping)]
 
 
-_COPY = f"leave {option('dequantize', True)} out to copy them, or decode them with the tool that made them"
+COPY_CODES = f"leave {option('dequantize', True)} out to copy them, or decode them with the tool that made them"
+"""The next step for weights that xrank does not decode."""
 _ALGORITHMS = {
     "FP8": "MODELOPT_FP8",
     "FP8_PER_CHANNEL_PER_TOKEN": "MODELOPT_FP8_CHANNEL",
