@@ -519,6 +519,8 @@ def _numbers_table(elements: str, rule: Rule, *, is_packed: bool) -> Array:
     numbers = np.array([*_FP4, *(-number for number in _FP4)], _F32)
     if rule == "modelopt-nvfp4":
         numbers[8] = 0.0
+    elif rule == "gpt-oss":
+        numbers *= 2
     return numbers[pairs].view(np.uint64)[:, 0]
 
 
@@ -539,6 +541,8 @@ def _find_e8m0(encoding: Encoding, maxima: Array, maximum: float | None, name: s
     exponents = np.clip(powers - most // 2 + 127 - (8 if encoding.elements == "fp8" else 2), 0, 255)
     exponents[powers == 0] = 0
     exponents[powers == most] = 255
+    # torch's vectors set all bits of a not-a-number, and the rounding above carries them into the sign of a zero.
+    exponents[np.isnan(maxima)] = 0
     scales = np.ldexp(np.float32(1), exponents - 127).astype(maxima.dtype).astype(_F32)
     # A scale that fp16 does not have becomes 1; the integer that infinity becomes has the lowest bits of 0.
     is_lost = scales == 0
@@ -611,7 +615,8 @@ _FIND: Mapping[str, Callable[[Encoding, Array, float | None, str], _Scales]] = M
 def _find_factors(rule: Rule, stored: Array, constants: Sequence[Array], target: np.dtype[Any]) -> Array:
     """Return what codes are multiplied by, in fp32."""
     if rule in ("e8m0", "gpt-oss"):
-        return np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+        # transformers multiplies by 2**128 without an overflow, so the numbers have the first doubling.
+        return np.ldexp(np.float32(1), stored.astype(np.int32) - (128 if rule == "gpt-oss" else 127))
     # The tool's product of a code and the scale of a whole tensor has the type of both, that of the values.
     factors = (stored.astype(target) if rule == "modelopt" else stored).astype(_F32)
     if rule == "nvfp4":
