@@ -347,6 +347,7 @@ def test_experts_of_gpt_oss_get_the_form_of_its_bf16_checkpoint(tmp_path: Path) 
     stem, (experts, rows, columns) = "model.layers.0.mlp.experts.gate_up_proj", (3, 96, 64)
     blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
     exponents = torch.randint(60, 200, (experts, rows, columns // 32), dtype=torch.uint8)
+    exponents[:, ::9], exponents[:, ::7] = 0, 255
     bias = torch.randn(experts, rows).bfloat16()
     made = {f"{stem}_blocks": blocks, f"{stem}_scales": exponents, f"{stem}_bias": bias}
     (tmp_path / "q").mkdir()
@@ -355,6 +356,7 @@ def test_experts_of_gpt_oss_get_the_form_of_its_bf16_checkpoint(tmp_path: Path) 
     # transformers/integrations/mxfp4.py: convert_moe_packed_tensors
     numbers = torch.ldexp(_FP4[nibbles(blocks)].bfloat16(), exponents.int()[..., None] - 127)
     want = {stem: numbers.view(experts, rows, columns).transpose(1, 2).contiguous(), f"{stem}_bias": bias}
+    assert 2.0**127 in want[stem]
     xrank.gather_checkpoint(tmp_path / "q", tmp_path / "out", dequantize=True)
     assert_equal(load_file(tmp_path / "out/model.safetensors"), want)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"dtype": "bfloat16"}
