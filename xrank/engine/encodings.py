@@ -43,7 +43,7 @@ Rule: TypeAlias = Literal["own", "e8m0", "nvfp4", "fp32", "modelopt", "modelopt-
 - ``gpt-oss``: the MXFP4 of GPT-OSS, which is only decoded.
 """
 
-_TILE = 32768
+_TILE = 65536
 _CHANNEL, _TENSOR = (1, 0), (0, 0)
 _BF16, _F16, _F32, _FP8 = (dtypes.numpy_dtype(name) for name in ("BF16", "F16", "F32", "F8_E4M3"))
 _NAMES = {_BF16: "BF16", _F16: "F16", _F32: "F32"}
@@ -261,8 +261,8 @@ class Encoding(Struct, frozen=True, kw_only=True):
             if self.elements in ("int8", "int4"):
                 self._round_to_integers(words, dtype, made)
             else:
-                nan_code = 8 if values.dtype == _BF16 and self.rule != "modelopt-nvfp4" else 0
-                _look_up(_codes_table(self.elements, self.rule, nan_code), words, dtype, made)
+                table = _codes_table(self.elements, self.rule, is_bf16=values.dtype == _BF16)
+                _look_up(table, words, dtype, made)
             if per_byte == 2:
                 pairs = made.view(np.uint16)
                 np.copyto(into, pairs | (pairs >> 4), casting="unsafe")
@@ -490,19 +490,23 @@ def _look_up(table: Array, words: Array, dtype: np.dtype[Any], into: Array) -> N
 
 
 @cache
-def _codes_table(elements: str, rule: Rule, nan_code: int) -> Array:
-    """Return the code of each bf16 number."""
+def _codes_table(elements: str, rule: Rule, *, is_bf16: bool) -> Array:
+    """Return the code of each bf16 number, for quotients of bf16 or other values."""
     numbers = np.arange(65536, dtype=np.uint16).view(_BF16).astype(_F32)
+    codes: Array
     if elements == "fp8":
         with np.errstate(all="ignore"):
-            return (numbers if rule == "modelopt" else numbers.clip(-448.0, 448.0)).astype(_FP8).view(np.uint8)
-    # Half of the even codes' neighborhoods belong to them: the nearest code, and the even one of two.
-    thresholds = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-    magnitudes = np.abs(numbers)
-    codes = sum((magnitudes >= t if closed else magnitudes > t).astype(np.uint8) for t, closed in thresholds)
-    codes |= (numbers < 0).astype(np.uint8) << 3  # -0.0 has no sign: a product of magnitude and sign
-    codes[np.isnan(numbers)] = 7 if rule == "modelopt-nvfp4" else nan_code
-    return codes  # type: ignore[no-any-return]
+            codes = (numbers if rule == "modelopt" else numbers.clip(-448.0, 448.0)).astype(_FP8).view(np.uint8)
+        nan_code = 0x7F
+    else:
+        # The nearest number, and of two the one with an even code.
+        magnitudes = np.abs(numbers)
+        codes = np.searchsorted((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), magnitudes).astype(np.uint8)
+        codes += np.isin(magnitudes, (0.75, 1.75, 3.5))
+        codes |= (numbers < 0).astype(np.uint8) << 3  # -0.0 has no sign
+        nan_code = 7 if rule == "modelopt-nvfp4" else 8 if is_bf16 else 0
+    codes[np.isnan(numbers)] = nan_code
+    return codes
 
 
 @cache
