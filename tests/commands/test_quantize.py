@@ -203,6 +203,20 @@ def cut(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
+def test_modelopts_rows_of_zeros_have_a_scale_and_infinities_none(plain: Path, tmp_path: Path) -> None:
+    state, name = make_state(), "model.layers.0.mlp.down_proj.weight"
+    state[name][3] = 0
+    save_file(state, plain / "model.safetensors", {"format": "pt"})
+    xrank.gather_checkpoint(plain, tmp_path / "made", quantize="FP8", dialect="modelopt")
+    made = read(tmp_path / "made")
+    assert made[f"{name}_scale"][3] == 1 and not made[name][3].float().any()
+    assert made[f"{name}_scale"][4] == state[name][4].abs().max().float() / 448
+    state[name][3, 7] = float("inf")
+    save_file(state, plain / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ContradictionError, match=f"{name} has values that are not finite"):
+        xrank.gather_checkpoint(plain, tmp_path / "other", quantize="FP8", dialect="modelopt")
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "NVFP4A16", "W4A16"])
 def test_ranks_export_and_yield_what_one_process_makes(rank: int, tmp_path: Path, scheme: str) -> None:

@@ -570,12 +570,18 @@ def _find_nvfp4(encoding: Encoding, maxima: Array, maximum: float | None, name: 
     return _Scales(stored, scales.astype(dtype).astype(_F32) / factor, factor.reshape(1))
 
 
-def _find_fp32(encoding: Encoding, maxima: Array, maximum: float | None, name: str) -> _Scales:
+def _as_finite(maxima: Array, name: str) -> Array:
+    """Return maxima in fp32; raise an error if one of them is not finite."""
     maxima = maxima.astype(_F32)
     if not np.isfinite(maxima).all():
         problem = f"{name} has values that are not finite, which have no scale"
         step = "look for the step that made them"
         raise ContradictionError(problem, tensor=name, got="inf or nan", want="finite weights", next_step=step)
+    return maxima
+
+
+def _find_fp32(encoding: Encoding, maxima: Array, maximum: float | None, name: str) -> _Scales:
+    maxima = _as_finite(maxima, name)
     if encoding.elements == "fp8":  # deep_gemm/utils/math.py, vllm/utils/deep_gemm.py: per_block_cast_to_fp8
         scales = np.maximum(maxima, np.float32(1e-4)) / 448.0
         return _Scales(scales, 1.0 / scales)
@@ -586,8 +592,14 @@ def _find_fp32(encoding: Encoding, maxima: Array, maximum: float | None, name: s
 
 def _find_modelopt(encoding: Encoding, maxima: Array, maximum: float | None, name: str) -> _Scales:
     """modelopt/torch/export: unified_export_hf.py, quant_utils.py: to_quantized_weight."""
-    scale = maxima.astype(_F32) / 448.0
-    return _Scales(scale.reshape(()) if encoding.block == _TENSOR else scale, scale)
+    if encoding.block == _TENSOR:
+        scale = maxima.astype(_F32) / 448.0
+        return _Scales(scale.reshape(()), scale)
+    # modelopt/torch/quantization/nn/modules/tensor_quantizer.py: export_amax; calibration refuses what is not finite
+    smallest = np.float32(ml_dtypes.finfo(maxima.dtype).tiny)  # type: ignore[no-untyped-call]
+    maxima = _as_finite(maxima, name)
+    scales = np.where(maxima == 0, np.float32(448), np.maximum(maxima, smallest)) / 448.0
+    return _Scales(scales, scales)
 
 
 def _find_modelopt_nvfp4(encoding: Encoding, maxima: Array, maximum: float | None, name: str) -> _Scales:

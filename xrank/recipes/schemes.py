@@ -368,7 +368,7 @@ def _find_misfit(scheme: Scheme, output: OutputTensor) -> str | None:
 
 def _misfit_error(scheme: Scheme, misfits: Mapping[str, str]) -> UsageError:
     name, misfit = next(iter(misfits.items()))
-    ends = dict.fromkeys(_module(each).rpartition(".")[2] for each in misfits)
+    ends = dict.fromkeys(_module(each).rpartition(".")[2] + _stack_rest(each) for each in misfits)
     step = " and ".join(option("quantize_ignore", f".*{end}") for end in list(ends)[:3])
     return UsageError(
         f"{name} does not fit {scheme.name}{likewise_text([*misfits][1:], 3)}",
@@ -377,6 +377,11 @@ def _misfit_error(scheme: Scheme, misfits: Mapping[str, str]) -> UsageError:
         want="matrices [out, in] that its groups of columns divide",
         next_step=f"keep it in floating point with {step}",
     )
+
+
+def _stack_rest(name: str) -> str:
+    """Return the rest of an expression for a stack's module: vLLM asks for the experts' own names below it."""
+    return ".*" if name.rpartition(".")[2] in _STACKS else ""
 
 
 def _find_groups(scheme: Scheme, names: Sequence[str], known: Iterable[str]) -> tuple[tuple[str, ...], ...]:
