@@ -439,9 +439,9 @@ def _find_maxima_across(magnitudes: Array, num_blocks: int) -> Array:
     """Return the maximum of each of so many even parts of every row."""
     if num_blocks == 1:
         return magnitudes.max(axis=1, keepdims=True)  # type: ignore[no-any-return]
-    # numpy is slow where it reduces a few elements at a time, so whole rows are halved as long as possible.
+    # numpy is slow where it reduces a few elements at a time, so whole rows are halved instead.
     found, size = magnitudes.reshape(-1), magnitudes.shape[1] // num_blocks
-    while size % 2 == 0:
+    while size % 2 == 0 and size < 128:
         found, size = np.maximum(found[0::2], found[1::2]), size // 2
     return found.reshape(len(magnitudes), num_blocks, size).max(axis=2)  # type: ignore[no-any-return]
 
