@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import xrank
 from tests.cli.bench import run
 from tests.commands.forked_ranks import ForkedRanks, forked_ranks
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.recipes.schemes import find_scheme
 
@@ -89,7 +89,7 @@ def test_a_gather_writes_the_values_that_deepseek_computes(tmp_path: Path, dtype
     config = json.loads((out / "config.json").read_text())
     assert config == {**CONFIG, "torch_dtype": str(kind).removeprefix("torch.")}
     assert any(code == "dequantized" and "7 quantized weights" in text for code, text in report.notes)
-    assert xrank.verify_model(out).num_tensors == len(want)
+    assert xrank.verify_model(out, against=source).num_tensors == len(want)
     opened = xrank.open_checkpoint(source, dequantize=True, dtype=dtype)
     assert torch.equal(opened[UP], want[UP].to(kind))
 
@@ -103,6 +103,24 @@ def test_the_command_dequantizes_and_copies_without_the_option(tmp_path: Path) -
     assert_equal(load_file(tmp_path / "copy/model.safetensors"), made)
     again = xrank.gather_checkpoint(tmp_path / "plain", tmp_path / "again", dequantize=True)
     assert ("dequantized", "no tensor is quantized, and all are taken as they are") in again.notes
+
+
+def test_a_quantized_model_is_quantized_otherwise(tmp_path: Path) -> None:
+    made, _ = quantize_blocks(make_llama())
+    source = save(tmp_path / "quantized", made, DEEPSEEK)
+    with pytest.raises(UsageError, match="dequantize=True"):
+        xrank.gather_checkpoint(source, tmp_path / "out", quantize="W8A8")
+    xrank.gather_checkpoint(source, tmp_path / "out", quantize="W8A8", dequantize=True)
+    xrank.gather_checkpoint(source, tmp_path / "plain", dequantize=True)
+    xrank.gather_checkpoint(tmp_path / "plain", tmp_path / "want", quantize="W8A8")
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.safetensors")} for name in ("out", "want"))
+    assert one == two
+    assert xrank.verify_model(source, against=tmp_path / "out").num_tensors == len(make_llama()) + 7
+    codes = bytearray((tmp_path / "quantized/model.safetensors").read_bytes())
+    codes[-5] ^= 1
+    (tmp_path / "quantized/model.safetensors").write_bytes(codes)
+    for name in ("out", "plain"):
+        assert isinstance(xrank.verify_model(source, against=tmp_path / name).fault, ContradictionError)
 
 
 def test_a_module_gets_values_for_floating_point_and_codes_for_codes(tmp_path: Path) -> None:
@@ -122,7 +140,7 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_written(tmp_pat
     made, _ = quantize_blocks(make_llama())
     scale, out = f"{UP}_scale_inv", tmp_path / "out"
 
-    def refused(tensors: Tensors, quantization: dict[str, Any] | None, kind: type[xrank.XrankError]) -> str:
+    def refused(tensors: Tensors, quantization: dict[str, Any] | None, kind: type[XrankError]) -> str:
         with pytest.raises(kind) as found:
             xrank.gather_checkpoint(save(tmp_path / "wrong", tensors, quantization), out, dequantize=True)
         assert not out.exists()

@@ -41,8 +41,9 @@ from xrank.recipes.adapters import (
 )
 from xrank.recipes.conversions import TABLE, convert_to_files
 from xrank.recipes.decision import Purpose, Request, decide, plan_found
+from xrank.recipes.dequantization import dequantize_source, is_quantized
 from xrank.recipes.found_source import BaseModel, FoundSource
-from xrank.recipes.options import GatherOptions
+from xrank.recipes.options import DTypeChoice, GatherOptions
 from xrank.recipes.recipe import match
 from xrank.recipes.recipe_choice import load_recipe
 from xrank.recipes.sources import complete_adapter, read_source
@@ -289,6 +290,9 @@ class ComparedSide(Struct, frozen=True, eq=False, dict=True):
         return self.with_model(replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied}))
 
 
+_CHOICES: Mapping[str, DTypeChoice] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+
+
 def read_sides(
     path: str,
     other_path: str,
@@ -317,6 +321,13 @@ def read_sides(
             is_left_out=frozenset(manifests[1 - i].get("excluded", ())).__contains__,
         )
         found.append(ComparedSide(each, where.path, source, manifests[i]))
+    has_codes = [is_quantized(side.model) for side in found]
+    if has_codes.count(True) == 1:
+        side = found[number := has_codes.index(True)]
+        if not side.manifest.get("quantized"):  # otherwise the other side is quantized again
+            kinds = Counter(shard.dtype for shard in found[1 - number].model.shards if len(shard.shape) > 1)
+            choice = _CHOICES.get(max(kinds, key=kinds.__getitem__, default=""), "keep")
+            found[number] = replace(side, source=dequantize_source(side.source, choice))
     shared = found[0].shards.keys() & found[1].shards.keys()
     has_one = [
         side.has_adapter_apart or find_adapter(list(side.shards), side.model.path, shared) is not None for side in found
@@ -564,6 +575,7 @@ def _plan_quantized(
     told, merged = made.manifest["quantized"], made.manifest.get("merged")
     options = GatherOptions(
         dtype=told["dtype"],
+        dequantize=is_quantized(plain.model),
         quantize=told["scheme"],
         quantize_ignore=told["ignore"],
         dialect=told["dialect"],

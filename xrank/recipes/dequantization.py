@@ -187,8 +187,7 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
 
 def decode_source(found: FoundSource) -> FoundSource:
     """Return a source with floating-point weights for a module that has only such; unchanged if it has only such."""
-    is_quantized = holds_codes(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in found.model.shards)
-    return dequantize_source(found, "any") if is_quantized else found
+    return dequantize_source(found, "any") if is_quantized(found.model) else found
 
 
 def dequantize_base(base: BaseModel) -> BaseModel:
@@ -230,6 +229,11 @@ def _find_plain_type(config: Mapping[str, Any] | None) -> str:
 
 def _list_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *(each for each in config.values() if isinstance(each, Mapping))]
+
+
+def is_quantized(model: StoredModel) -> bool:
+    """Return whether some tensors of a model are quantized."""
+    return holds_codes(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards)
 
 
 def holds_codes(tensors: Iterable[OutputTensor]) -> bool:
