@@ -138,14 +138,14 @@ def _run(command: Sequence[str]) -> Cost:
 
 def _time_elements(nbytes: int, schemes: Sequence[str]) -> None:
     """Print how long the encodings take for a model's bytes, by one thread and by two."""
-    import torch
+    import numpy as np
 
+    from xrank.dtypes import numpy_dtype
     from xrank.engine import encodings
 
-    torch.set_num_threads(1)
     shape = (128, 4096)
-    generator = torch.Generator().manual_seed(0)
-    bands = [torch.randn(shape, generator=generator).bfloat16() for _ in range(16)]
+    generator = np.random.default_rng(0)
+    bands = [generator.standard_normal(shape, np.float32).astype(numpy_dtype("BF16")) for _ in range(16)]
     count = nbytes // bands[0].nbytes
     print("| scheme | 1 thread, s | 2 threads, s | processors of the 2, s | GB/s of bf16 |")
     print("| --- | --- | --- | --- | --- |")
