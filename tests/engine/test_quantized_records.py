@@ -42,7 +42,7 @@ def make_quantized(
         if dtypes.dtype(output.dtype).is_float:
             bits = generator.standard_normal(output.shape).astype(kind).reshape(-1).view(np.uint8)
         arrays.append(bits.view(kind).reshape(output.shape))
-        parts.append((len(rows), output))
+        parts.append((len(rows), output.dtype))
         rows.append((0, len(data), output.nbytes, -1))
         data += bits.tobytes()
     path.write_bytes(data)
@@ -54,7 +54,9 @@ def make_quantized(
         each = [codes[number, row : row + 1], scales[number, above : above + 1], *arrays[2:]]
         values[number, row : row + 1] = encoding.decode(each, "BF16")
     whole = values.swapaxes(1, 2) if is_transposed else values
-    matrix = describe_matrix(encoding, "BF16", shape, parts, is_transposed=is_transposed)
+    matrix = describe_matrix(
+        encoding, "BF16", shape, parts, shape[2] // outputs[0].shape[-1], is_transposed=is_transposed
+    )
     rows[0] = (0, rows[1][1], whole.nbytes, -1)
     records = RecordTable(*(int_array(row[i] for row in rows) for i in range(4)), quantized={0: matrix})
     files = (SourceFile.from_status(str(path), os.stat(path)),)

@@ -20,7 +20,6 @@ from msgspec import Struct
 from xrank import dtypes
 from xrank.engine.encodings import Encoding
 from xrank.engine.windows import Read
-from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import QuantizedMatrix, QuantizedPart, RecordTable
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ def describe_matrix(
     encoding: Encoding,
     dtype: str,
     shape: tuple[int, int, int],
-    parts: Iterable[tuple[int, OutputTensor]],
+    parts: Iterable[tuple[int, str]],
+    num_packed: int,
     *,
     is_transposed: bool = False,
 ) -> QuantizedMatrix:
@@ -62,19 +62,16 @@ def describe_matrix(
         encoding: what decodes it.
         dtype: the type to which values are rounded.
         shape: matrices, rows and columns of each.
-        parts: the record of each of `Encoding.outputs`, and what it contains.
+        parts: the record of each of `Encoding.outputs`, and the element type that it has.
+        num_packed: codes in an element of their record.
         is_transposed: as in `QuantizedMatrix`.
     """
-    _, rows, columns = shape
-    blocks = [(1, 0), (encoding.block[0] or rows, encoding.block[1])]
-    found = []
-    for number, (record, output) in enumerate(parts):
-        if output.dtype == "I64":  # the shape, which is known
-            continue
-        block_rows, block_columns = blocks[number] if number < len(blocks) else (0, 0)
-        # Codes may be packed, several in one element.
-        each = block_columns if number else columns // output.shape[-1]
-        found.append(QuantizedPart(record, output.dtype, block_rows, each))
+    blocks = [(1, num_packed), (encoding.block[0] or shape[1], encoding.block[1]), (0, 0)]
+    found = [
+        QuantizedPart(record, kind, *block)
+        for (record, kind), block in zip(parts, blocks, strict=False)
+        if kind != "I64"  # the shape, which is known
+    ]
     return QuantizedMatrix(_fields_of(encoding), dtype, shape, tuple(found), is_transposed)
 
 

@@ -10,9 +10,11 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -66,6 +68,8 @@ class StoredWeight(Struct, frozen=True):
     """Shape of the weight as it was encoded."""
     parts: tuple[str, ...]
     """Names of the tensors, in the order of `Encoding.outputs`."""
+    num_packed: int
+    """Codes in one element of their tensor."""
     is_transposed: bool = False
     """Whether the plain model has the transpose of each matrix."""
 
@@ -97,25 +101,23 @@ def fold_model(model: StoredModel, weights: Sequence[StoredWeight], types: _Type
         parts = [shards[name] for name in weight.parts]
         stored = [find_record(part, weight.name) for part in parts]
         kind = types.find(weight.encoding, parts[1].dtype)
-        outputs = weight.encoding.outputs(weight.name, parts[1].dtype, weight.shape)
         sizes = (prod(weight.shape[:-2]), weight.shape[-2], weight.shape[-1])
         new, count = len(table) + len(rows), prod(sizes)
-        described = [
-            (record, replace(output, dtype=part.dtype))
-            for record, output, part in zip(stored, outputs, parts, strict=True)
-        ]
-        matrices[new] = describe_matrix(weight.encoding, kind, sizes, described, is_transposed=weight.is_transposed)
+        described = [(record, part.dtype) for record, part in zip(stored, parts, strict=True)]
+        how = (weight.encoding, kind, sizes, described, weight.num_packed)
+        matrices[new] = describe_matrix(*how, is_transposed=weight.is_transposed)
         first = int(table.file[stored[0]]), int(table.offset[stored[0]])
         rows.append((*first, count * dtypes.dtype(kind).nbytes, NO_CHECKSUM))
-        nests.setdefault(count, NestTable.from_nests([Nest(0, 0, ((count, 1, 1),) if count > 1 else ())]))
+        if count not in nests:
+            nests[count] = NestTable.from_nests([Nest(0, 0, ((count, 1, 1),) if count > 1 else ())])
         where = parts[0].rank, int_array([new]), nests[count]
         made[weight.parts[0]] = StoredShard(weight.name, kind, weight.plain_shape, *where)
     left_out = dropped.union(*(weight.parts[1:] for weight in weights))
-    columns = [int_array(row[i] for row in rows) for i in range(4)]
-    more = RecordTable(columns[0], columns[1], columns[2], columns[3])
+    file, offset, nbytes, crc32 = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    joined = table.join(RecordTable(file, offset, nbytes, crc32), 0)
     return replace(
         model,
-        records=replace(table.join(more, 0), quantized={**table.quantized, **matrices}),
+        records=replace(joined, quantized={**table.quantized, **matrices}),
         shards=tuple(made.get(shard.name, shard) for shard in model.shards if shard.name not in left_out),
     )
 
@@ -249,6 +251,7 @@ def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) ->
     `declared` is the quantization of the model at the path; errors are those of `dequantize_source`.
     """
     known = () if declared is None else declared.find_encodings()
+    codes = {(each.suffixes[0], each.outputs("", "BF16", (128, 128))[0].dtype): each.suffixes[1] for each in known}
     scales = {name for name in tensors if _OF_ACTIVATIONS.fullmatch(name)}
     weights: list[StoredWeight] = []
     used: set[str] = set()
@@ -260,19 +263,20 @@ def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) ->
         for encoding, stem in stems.items():
             lacking.append([stem + suffix for suffix in encoding.suffixes if stem + suffix not in tensors])
             weight = weight or (None if lacking[-1] else _fit(encoding, stem, tensors))
-        if all(lacking):
-            raise _missing(min(lacking, key=len)[0], name, path)
         if weight is None:
-            raise _misfit(name, stems, tensors, path)
+            if all(lacking):
+                raise _missing(min(lacking, key=len)[0], name, path)
+            encoding = next(each for each, names in zip(stems, lacking, strict=True) if not names)
+            raise _misfit(encoding, stems[encoding], tensors, path)
         weights.append(weight)
         used.update(weight.parts)
     modules = {weight.name.removesuffix("weight") for weight in weights if weight.name.endswith(".weight")}
     for name, (kind, _) in tensors.items():
         if name in used or name in scales:
             continue
-        whose = next((each for each in known if _is_codes(each, name, kind)), None)
-        if whose is not None:
-            raise _missing(name.removesuffix(whose.suffixes[0]) + whose.suffixes[1], name, path)
+        for (suffix, dtype), scale in codes.items():
+            if name.endswith(suffix) and kind == dtype:
+                raise _missing(name.removesuffix(suffix) + scale, name, path)
         prefix, last = name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]
         if prefix in modules and last != "bias":
             raise UsageError(
@@ -301,33 +305,39 @@ def _is_scale(encoding: Encoding, name: str) -> bool:
     return name.endswith(f"weight{suffix}" if suffix == "_scale" else suffix)
 
 
-def _is_codes(encoding: Encoding, name: str, dtype: str) -> bool:
-    return name.endswith(encoding.suffixes[0]) and dtype == encoding.outputs("", "BF16", (128, 128))[0].dtype
-
-
 def _fit(encoding: Encoding, stem: str, tensors: _Tensors) -> StoredWeight | None:
     """Return a weight if its tensors have the types and shapes of an encoding."""
     names = tuple(stem + suffix for suffix in encoding.suffixes)
-    codes_shape, scale_dtype = tensors[names[0]][1], tensors[names[1]][0]
-    is_stack = encoding.rule == "gpt-oss"  # codes are [experts, rows, blocks, bytes], and the plain weight transposed
-    if is_stack and len(codes_shape) == 4:
-        codes_shape = (*codes_shape[:2], codes_shape[2] * codes_shape[3])
-    may_differ = encoding.rule in ("own", "fp32") and dtypes.dtype(scale_dtype).is_float
-    if encoding.rule == "own" and not may_differ:
+    num_packed = _count_packed(encoding, tuple(tensors[name] for name in names))
+    if num_packed is None:
         return None
-    for num_packed in (1, 2, 4, 8):
-        shape = (*codes_shape[:-1], codes_shape[-1] * num_packed) if codes_shape else ()
-        if encoding.misfit(shape) is not None:
+    is_stack = encoding.rule == "gpt-oss"
+    *rows, columns = _codes_shape(encoding, tensors[names[0]][1])
+    return StoredWeight(stem, encoding, (*rows, columns * num_packed), names, num_packed, is_stack)
+
+
+def _codes_shape(encoding: Encoding, stored: tuple[int, ...]) -> tuple[int, ...]:
+    # GPT-OSS has [experts, rows, blocks, bytes].
+    return (*stored[:2], stored[2] * stored[3]) if encoding.rule == "gpt-oss" and len(stored) == 4 else stored
+
+
+@lru_cache
+def _count_packed(encoding: Encoding, kinds: tuple[tuple[str, tuple[int, ...]], ...]) -> int | None:
+    """Return how many codes an element has, if the types and shapes of parts are those of an encoding; else None."""
+    scale_dtype, shape = kinds[1][0], _codes_shape(encoding, kinds[0][1])
+    is_float = dtypes.dtype(scale_dtype).is_float
+    for num_packed in (1, 2, 4, 8) if is_float or encoding.rule != "own" else ():
+        whole = (*shape[:-1], shape[-1] * num_packed) if shape else ()
+        if encoding.misfit(whole) is not None:
             continue
-        outputs = encoding.outputs(stem, scale_dtype, shape)
-        kinds = [(tensors[names[0]][0], codes_shape), *(tensors[name] for name in names[1:])]
-        if may_differ:  # Qwen's folders in fp8 have scales in bf16
-            kinds[1] = (outputs[1].dtype, kinds[1][1])
-        if all(
-            output.dtype == dtype and (output.shape == own or prod(output.shape) == prod(own) == 1)
-            for output, (dtype, own) in zip(outputs, kinds, strict=True)
-        ):
-            return StoredWeight(stem, encoding, shape, names, is_stack)
+        outputs = encoding.outputs("", scale_dtype, whole)
+        wanted = [(output.dtype, output.shape) for output in outputs]
+        if encoding.rule == "fp32" and is_float:  # Qwen's folders in fp8 have scales in bf16
+            wanted[1] = scale_dtype, wanted[1][1]
+        found = [(kinds[0][0], shape), *kinds[1:]]
+        # The scale of a whole tensor has no dim, or one.
+        if all(a == b or (a[0] == b[0] and prod(a[1]) == prod(b[1]) == 1) for a, b in zip(wanted, found, strict=True)):
+            return num_packed
     return None
 
 
@@ -337,13 +347,12 @@ def _missing(name: str, other: str, path: str) -> IncompleteError:
     return IncompleteError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
 
 
-def _misfit(name: str, stems: Mapping[Encoding, str], tensors: _Tensors, path: str) -> ContradictionError:
-    encoding, stem = next(iter(stems.items()))
+def _misfit(encoding: Encoding, stem: str, tensors: _Tensors, path: str) -> ContradictionError:
     names = [stem + suffix for suffix in encoding.suffixes]
     got = ", ".join(f"{n.rpartition('.')[2]} {tensors[n][0]} {list(tensors[n][1])}" for n in names)
     return ContradictionError(
-        f"{name}: it does not fit its weight as config.json declares the quantization",
-        tensor=name,
+        f"{names[1]}: it does not fit its weight as config.json declares the quantization",
+        tensor=names[1],
         file=path,
         got=got,
         want=f"{encoding.elements} codes, and a scale for blocks of {list(encoding.block)} (0: all)",

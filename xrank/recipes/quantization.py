@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.companions import CompanionFile
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, either, option
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredShard
 from xrank.recipes.conversions import is_known_type
@@ -273,7 +273,7 @@ class StoredScheme(Struct, frozen=True):
         return [each.get("quant_algo") for each in listed if isinstance(each, Mapping)]
 
 
-COPY_CODES = f"leave {option('dequantize', True)} out to copy them, or decode them with the tool that made them"
+COPY_CODES = either(f"leave {option('dequantize', True)} out to copy them", "decode them with the tool that made them")
 """The next step for weights that xrank does not decode."""
 _ALGORITHMS = {
     "FP8": "MODELOPT_FP8",
