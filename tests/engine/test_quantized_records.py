@@ -22,7 +22,7 @@ from xrank.layout.stored_model import RecordTable, SourceFile, StoredModel
 
 _NAMES = (
     *("FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "NVFP4A16", "MXFP4A16", "MXFP8", "DEEPSEEK_FP8"),
-    *("MODELOPT_FP8", "MODELOPT_NVFP4", "GPT_OSS"),
+    *("MODELOPT_FP8", "MODELOPT_FP8_CHANNEL", "MODELOPT_NVFP4", "GPT_OSS"),
 )
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters import CompressedTensorsDequantizer, FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import xrank
+from tests.oracle.quantized_folders import MODELOPT_SCHEMES, SCHEMES, quantize_by_modelopt, quantize_folder
+from tests.oracle.quantized_models import MODELS, make_model, read_tensors
+from xrank.recipes.schemes import IGNORED
+
+pytestmark = pytest.mark.timeout(600)
 
 Tensors = dict[str, torch.Tensor]
 FORMATS = {
@@ -158,3 +165,86 @@ def test_modelopt(tmp_path: Path, algorithm: str, dtype: str) -> None:
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         assert_same(got[name], tensor)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the folders of models, each made once."""
+    return tmp_path_factory.mktemp("plain")
+
+
+def make_plain(root: Path, name: str) -> Path:
+    if not (root / name).exists():
+        make_model(name).save_pretrained(root / name)
+    return root / name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "deepseek-v3"])
+def test_folders_of_llm_compressor(plain: Path, tmp_path: Path, name: str, scheme: str) -> None:
+    model, folder, out = make_plain(plain, name), tmp_path / "q", tmp_path / "out"
+    quantize_folder(model, folder, scheme, IGNORED)
+    if scheme == "DEEPSEEK_FP8":
+        converter = FP8BlockDequantizer.from_pretrained(str(folder))
+    else:
+        converter = CompressedTensorsDequantizer(str(folder))
+    want = converter.process(read_tensors(folder))
+    xrank.gather_checkpoint(folder, out, dequantize=True)
+    got = read_tensors(out)
+    assert got.keys() == want.keys() == read_tensors(model).keys()
+    for each, tensor in want.items():
+        assert_same(got[each], tensor)
+    assert json.loads((out / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
+    filled = {key: torch.zeros_like(tensor) for key, tensor in loaded.items()}
+    xrank.load_model(filled, folder)
+    assert all(torch.equal(filled[key], tensor) for key, tensor in loaded.items())
+
+
+@pytest.mark.parametrize("config", [*MODELOPT_SCHEMES.values(), "FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG"])
+def test_folders_of_modelopt(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    monkeypatch.setitem(MODELOPT_SCHEMES, config, config)  # the others have scales of activations
+    model, folder, out = make_plain(plain, "llama"), tmp_path / "q", tmp_path / "out"
+    quantize_by_modelopt(MODELS["llama"], model, folder, config)
+    report = xrank.gather_checkpoint(folder, out, dequantize=True)
+    got, stored, want = read_tensors(out), read_tensors(folder), read_tensors(model)
+    assert got.keys() == want.keys()
+    assert any(code == "dequantized" for code, _ in report.notes)
+    for name, tensor in got.items():
+        scale, codes = stored.get(f"{name}_scale"), stored[name]
+        if scale is None:
+            assert_same(tensor, codes)
+        elif "FP8" in config:
+            scale = scale[:, None] if scale.ndim == 1 else scale
+            assert_same(tensor, FP8QTensor(codes.shape, tensor.dtype, codes).dequantize(tensor.dtype, scale=scale))
+        else:
+            known, second = NVFP4QTensor(tensor.shape, tensor.dtype, codes), stored[f"{name}_scale_2"]
+            made = known.dequantize(tensor.dtype, scale=scale, double_scale=second, block_sizes={-1: 16})
+            assert_same(tensor, made)
+    assert not (out / "hf_quant_config.json").exists()
+
+
+def test_gpt_oss_loads_as_transformers_dequantizes_it(tmp_path: Path) -> None:
+    folder, out = tmp_path / "q", tmp_path / "out"
+    model = make_model("gpt-oss")
+    model.save_pretrained(folder)
+    made = Tensors()
+    for name, tensor in read_tensors(folder).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            made[f"{name}_blocks"] = make_bits(experts, rows, columns // 32, 16)
+            made[f"{name}_scales"] = torch.randint(110, 125, (experts, rows, columns // 32), dtype=torch.uint8)
+        else:
+            made[name] = tensor
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    xrank.gather_checkpoint(folder, out, dequantize=True)
+    decoded = transformers.Mxfp4Config(dequantize=True)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=decoded)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    for name, tensor in wanted.state_dict().items():
+        assert_same(loaded.state_dict()[name], tensor)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(wanted(tokens).logits, loaded(tokens).logits)
