@@ -24,6 +24,8 @@ from xrank.engine import transforms
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.output_files import OutputTensor
 from xrank.pictures.picture import report_page
+from xrank.recipes.decision import plan_gather
+from xrank.recipes.options import GatherOptions
 from xrank.recipes.schemes import find_scheme, plan_quantization
 
 pytestmark = pytest.mark.timeout(300)
@@ -113,6 +115,16 @@ def test_a_cast_comes_before(plain: Path, tmp_path: Path) -> None:
     made = {name: as_bytes(tensor) for name, tensor in read(tmp_path / "made").items()}
     assert made == encode(make_state(), "FP8_BLOCK")
     assert xrank.verify_model(tmp_path / "cast", against=tmp_path / "made").ok
+
+
+def test_a_stage_of_another_cast_is_not_gone_on_with(plain: Path, tmp_path: Path) -> None:
+    """Where all tensors are quantized, names and types of the outputs are the same after any cast."""
+    xrank.gather_checkpoint(plain, tmp_path / "cast", dtype="fp32")
+    digests = [
+        plan_gather(str(tmp_path / "cast"), GatherOptions(dtype=dtype, quantize="MXFP8", include=r".*\.mlp\..*")).digest
+        for dtype in ("bf16", "fp16", "bf16")
+    ]
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_adapters_are_merged_before_or_stay_apart(tmp_path: Path) -> None:

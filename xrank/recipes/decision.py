@@ -498,7 +498,10 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
         """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
         choices: list[str] = [self.options.replicas]
         if self.quantizing is not None:
-            choices.append(f"{self.quantizing.scheme.name}, {self.quantizing.scheme.dialect}")
+            # Codes and scales of some schemes have the same types, whatever the tensors were cast to before.
+            sources = () if self.transforms is None else self.transforms.sources.tensors
+            kinds = [(one.output.name, one.output.dtype) for one in sources]
+            choices.append(repr((self.quantizing.scheme.name, self.quantizing.scheme.dialect, kinds)))
         if self.options.sign is None:
             return digest_of_plan(self.plan, *choices)
         from xrank.formats.signature import name_key
