@@ -6,9 +6,11 @@ largest magnitude of whole tensors, a first pass over the source reads that alon
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
+from operator import attrgetter
 from threading import Lock
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -20,6 +22,7 @@ from xrank import dtypes
 from xrank.engine.buffers import NullTarget, Source
 from xrank.engine.encodings import EncodingError, errors_of
 from xrank.engine.executor import Budget, Outcome, execute
+from xrank.engine.faults import make_checksums
 from xrank.engine.planner import FilePlan, Plan, TensorPlan
 from xrank.engine.transforms import TransformedTensor, Transforms
 from xrank.engine.windows import RecordChecksums
@@ -61,10 +64,14 @@ def encode_tensors(
     """
     sources, outcome, before = transforms.sources, Outcome(), 0
     maxima = {} if maxima is None else maxima
+    # Once for all parts: each has a state for every record of the source.
+    checksums, unchecked = checksums or make_checksums(sources), _ignore_checksums(sources)
     for chosen in _split(transforms, numbers):
         known = budget_of_bands(sources, chosen, budget)
-        _find_maxima(transforms, chosen, source, known, maxima, cancelled)
-        target = _Encoder(transforms, maxima, put, outcome.errors if measures_errors else None)
+        if members := _list_unmeasured(transforms, chosen, maxima):
+            measure = _Measure(members, _without_replicas(sources, members), maxima)
+            execute(measure.plan, source, measure, budget=known, checksums=unchecked, cancelled=cancelled)
+        target = _Encoder(transforms.tensors, sources, maxima, put, outcome.errors if measures_errors else None)
         done = execute(
             sources,
             source,
@@ -77,7 +84,6 @@ def encode_tensors(
             progress=lambda nbytes, before=before: progress(before + nbytes),  # type: ignore[misc]
         )
         before += sum(sources.files[number].output.nbytes for number in chosen)
-        outcome.num_checksums += done.num_checksums
         outcome.differences |= done.differences
     return outcome
 
@@ -124,14 +130,13 @@ def budget_of_bands(sources: Plan, numbers: Sequence[int], budget: Budget) -> Bu
 
 def _split(transforms: Transforms, numbers: Sequence[int]) -> Iterator[list[int]]:
     """Yield the tensors in parts: first all that need one pass, then those of two, so many as caches hold."""
-    encodings = [(number, transforms.tensors[number]) for number in numbers]
-    one_pass = [number for number, tensor in encodings if tensor.encoding is not None and not tensor.encoding.is_shared]
+    one_pass = [number for number in numbers if not _is_shared(transforms.tensors[number])]
     if one_pass:
         yield one_pass
     part, nbytes = list[int](), 0
-    others = (tensor for _, tensor in encodings if tensor.encoding is not None and tensor.encoding.is_shared)
-    for _, group in groupby(others, key=lambda tensor: tensor.group):
-        members = [tensor.number for tensor in group]
+    two_passes = (number for number in numbers if _is_shared(transforms.tensors[number]))
+    for _, group in groupby(two_passes, key=lambda number: transforms.tensors[number].group):
+        members = list(group)
         size = sum(transforms.sources.files[number].output.nbytes for number in members)
         if part and nbytes + size > _SHARED_NBYTES:
             yield part
@@ -145,21 +150,22 @@ def _split(transforms: Transforms, numbers: Sequence[int]) -> Iterator[list[int]
 class _Bands(NullTarget):
     """A target that takes each window of a tensor as rows of its matrices."""
 
-    def __init__(self, transforms: Transforms) -> None:
-        self._transforms = transforms
+    def __init__(self, tensors: Sequence[TransformedTensor], plan: Plan) -> None:
+        self._tensors, self.plan = tensors, plan
+        """Tensors, and the plan with a file for each."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        output = self._transforms.sources.files[file].tensors[0].output
+        output = self.plan.files[file].tensors[0].output
         *_, rows, columns = output.shape
         values = np.frombuffer(data, dtypes.numpy_dtype(output.dtype)).reshape(-1, columns)
         row = offset // (columns * dtypes.dtype(output.dtype).nbytes)
         while len(values):
             count = min(len(values), rows - row % rows)
-            self.take(self._transforms.tensors[file], values[:count], row)
+            self.take(self._tensors[file], output.shape, values[:count], row)
             values, row = values[count:], row + count
 
-    def take(self, tensor: TransformedTensor, values: npt.NDArray[np.generic], row: int) -> None:
-        """Take rows of one matrix; `row` counts those of all matrices."""
+    def take(self, tensor: TransformedTensor, shape: Sequence[int], values: npt.NDArray[np.generic], row: int) -> None:
+        """Take rows of one matrix of a tensor of that shape; `row` counts those of all matrices."""
         raise NotImplementedError
 
 
@@ -175,14 +181,18 @@ def add_error(errors: dict[str, Sequence[float]], kind: str, error: EncodingErro
 
 class _Encoder(_Bands):
     def __init__(
-        self, transforms: Transforms, maxima: Maxima, put: Put, errors: dict[str, Sequence[float]] | None
+        self,
+        tensors: Sequence[TransformedTensor],
+        plan: Plan,
+        maxima: Maxima,
+        put: Put,
+        errors: dict[str, Sequence[float]] | None,
     ) -> None:
-        super().__init__(transforms)
+        super().__init__(tensors, plan)
         self._maxima, self._put, self._errors, self._lock = maxima, put, errors, Lock()
 
-    def take(self, tensor: TransformedTensor, values: npt.NDArray[np.generic], row: int) -> None:
+    def take(self, tensor: TransformedTensor, shape: Sequence[int], values: npt.NDArray[np.generic], row: int) -> None:
         assert tensor.encoding is not None, "the caller's function takes whole tensors"
-        shape = self._transforms.sources.files[tensor.number].tensors[0].output.shape
         maximum = float(self._maxima[tensor.group][row // shape[-2]]) if tensor.encoding.is_shared else None
         parts = tensor.encoding.encode(values, row, shape, maximum, name=tensor.name)
         if self._errors is not None:
@@ -195,52 +205,47 @@ class _Encoder(_Bands):
 
 
 class _Measure(_Bands):
-    def __init__(self, transforms: Transforms, maxima: Maxima) -> None:
-        super().__init__(transforms)
+    def __init__(self, tensors: Sequence[TransformedTensor], plan: Plan, maxima: Maxima) -> None:
+        super().__init__(tensors, plan)
         self._maxima, self._lock = maxima, Lock()
+        for tensor, file in zip(tensors, plan.files, strict=True):
+            maxima[tensor.group] = np.zeros(prod(file.tensors[0].output.shape[:-2]), np.float32)
 
-    def take(self, tensor: TransformedTensor, values: npt.NDArray[np.generic], row: int) -> None:
+    def take(self, tensor: TransformedTensor, shape: Sequence[int], values: npt.NDArray[np.generic], row: int) -> None:
         assert tensor.encoding is not None, "the caller's function takes whole tensors"
-        shape = self._transforms.sources.files[tensor.number].tensors[0].output.shape
         found = tensor.encoding.measure(values)
         with self._lock:
             place = self._maxima[tensor.group][row // shape[-2] :][:1]
             np.maximum(place, found, out=place)  # which keeps a NaN
 
 
-def _find_maxima(
-    transforms: Transforms,
-    numbers: Sequence[int],
-    source: Source,
-    budget: Budget,
-    maxima: Maxima,
-    cancelled: Callable[[], bool],
-) -> None:
-    """Find the largest magnitudes of each group of which one of the tensors is; read all tensors of the group."""
-    groups = {transforms.tensors[number].group for number in numbers} - maxima.keys()
-    members = [t for t in transforms.tensors if t.group in groups and t.encoding is not None and t.encoding.is_shared]
-    shared = [tensor.number for tensor in members]
-    if not shared:
-        return
-    for tensor in members:
-        *stack, _, _ = transforms.sources.files[tensor.number].tensors[0].output.shape
-        maxima[tensor.group] = np.zeros(prod(stack), np.float32)
-    target = _Measure(transforms, maxima)
-    # Checksums and replicas are compared in the pass whose values are written.
-    records = transforms.sources.source.records
-    unchecked = RecordChecksums(replace(records, crc32=np.full(len(records), NO_CHECKSUM)), lambda record, crc: None)
-    plan = _without_replicas(transforms.sources, shared)
-    execute(plan, source, target, budget=budget, files=shared, checksums=unchecked, cancelled=cancelled)
+def _is_shared(tensor: TransformedTensor) -> bool:
+    return tensor.encoding is not None and tensor.encoding.is_shared
 
 
-def _without_replicas(plan: Plan, numbers: Sequence[int]) -> Plan:
-    chosen, none = set(numbers), np.empty(0, np.int64)
+def _list_unmeasured(transforms: Transforms, numbers: Sequence[int], maxima: Maxima) -> list[TransformedTensor]:
+    """Return all tensors of the groups of these whose largest magnitudes are needed and not known."""
+    tensors = transforms.tensors
+    groups = {tensors[number].group for number in numbers if _is_shared(tensors[number])} - maxima.keys()
+    found: list[TransformedTensor] = []
+    for group in sorted(groups):  # tensors are in the order of their groups
+        first, last = (bisect(tensors, group, key=attrgetter("group")) for bisect in (bisect_left, bisect_right))
+        found += tensors[first:last]
+    return found
+
+
+def _ignore_checksums(plan: Plan) -> RecordChecksums:
+    """Return the state for a first pass: checksums and replicas are compared in the pass whose values are written."""
+    records = plan.source.records
+    return RecordChecksums(replace(records, crc32=np.full(len(records), NO_CHECKSUM)), lambda record, crc: None)
+
+
+def _without_replicas(plan: Plan, tensors: Sequence[TransformedTensor]) -> Plan:
+    """Return a plan of these tensors alone, whose replicas are not read."""
+    none = np.empty(0, np.int64)
 
     def strip(tensor: TensorPlan) -> TensorPlan:
         return replace(tensor, replicas=tensor.replicas.take(none)) if len(tensor.replicas) else tensor
 
-    files = (
-        FilePlan(file.output, tuple(map(strip, file.tensors))) if number in chosen else file
-        for number, file in enumerate(plan.files)
-    )
-    return replace(plan, files=tuple(files))
+    files = (plan.files[tensor.number] for tensor in tensors)
+    return replace(plan, files=tuple(FilePlan(file.output, tuple(map(strip, file.tensors))) for file in files))

@@ -32,15 +32,7 @@ from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import make_checksums
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.engine.replicas import ReplicaChoice, prefer_own_copies
-from xrank.engine.windows import (
-    BoolArray,
-    FileHashes,
-    FilePart,
-    FinishedFile,
-    JoinedFile,
-    RecordChecksums,
-    read_rest,
-)
+from xrank.engine.windows import BoolArray, FileHashes, FilePart, FinishedFile, JoinedFile, read_rest
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import PlacedBytes
 from xrank.ranks.team import Team
@@ -381,8 +373,8 @@ def make_files(
     A process alone closes `outputs` itself, and checks itself that the source has not changed.
     """
     copied, last = work.split_files(files)
-    checksums = make_checksums(work.plan)
-    if team.size > 1:
+    checksums = make_checksums(work.plan) if team.size == 1 else None
+    if checksums is None:
         outcome = make_in_rounds(team, work, copied, outputs, what=what, progress=progress)
     else:
         outcome = execute(
@@ -401,11 +393,18 @@ def make_files(
     if last:
         assert work.make_transformed is not None, "transforms without their maker"
         before = sum(work.plan.files[index].output.nbytes for index in copied)
-        alone: dict[str, RecordChecksums] = {} if team.size > 1 else {"checksums": checksums}
         work.make_transformed(
-            team, work, last, outputs, outcome, what=what, progress=lambda done: progress(before + done), **alone
+            team,
+            work,
+            last,
+            outputs,
+            outcome,
+            what=what,
+            checksums=checksums,
+            progress=lambda done: progress(before + done),
         )
-        outcome.num_checksums = max(outcome.num_checksums, checksums.num_checked)
+        if checksums is not None:
+            outcome.num_checksums = checksums.num_checked
     return outcome
 
 
