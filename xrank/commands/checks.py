@@ -11,15 +11,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.engine.executor import Budget, Outcome
-from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read_through
+from xrank.engine.file_writing import FileDigests, digests_of, hash_beside
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import ProofFacts, SourceFacts
-from xrank.engine.rounds import Outputs, Work, make_files, make_in_rounds
+from xrank.engine.rounds import Outputs, Work, make_files
 from xrank.engine.sources import open_source
 from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import RecordedHash
 from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.storage import places
@@ -27,6 +28,7 @@ from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.places import digest_plain_file
 
 if TYPE_CHECKING:
+    from xrank.engine.transforms import Transforms
     from xrank.layout import LayoutMap
     from xrank.recipes.decision import FolderPlan
     from xrank.recipes.found_source import BaseModel
@@ -59,40 +61,40 @@ class Check(Struct, frozen=True, eq=False):
 def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
     """Run a check, the same on all ranks; return the verdict of the first rank, which judges, and None on others."""
     try:
-        outcomes = [_run(check.plan, budget, progress, team)]
-        if check.made is not None:
-            outcomes.append(_make(check.made, budget, team))
+        outcomes = [_make(check.plan, check.plan.source.hashes, budget, team, progress)]
+        if (made := check.made) is not None:
+            outcomes.append(_make(made.plan, made.source.hashes, budget, team, transforms=made.transforms))
     except XrankError as error:
         raise check.explain(error) from error
     return check.judge(*outcomes) if team.is_first else None
 
 
-def _make(planned: FolderPlan, budget: Budget, team: Team) -> Outcome:
-    from xrank.engine.transformed_files import make_transformed  # few checks need this module
+def _make(
+    plan: Plan,
+    hashes: Sequence[RecordedHash],
+    budget: Budget,
+    team: Team,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    transforms: Transforms | None = None,
+) -> Outcome:
+    """Make the files of a plan, and write nothing."""
+    show = progress or (lambda done, total: None)
+    with hash_beside(hashes, team) as finish_hashes, closing(open_source(plan.source)) as source:
+        work = Work(plan, source, budget, transforms=transforms)
+        if transforms is not None:
+            from xrank.engine.transformed_files import make_transformed  # few checks need this module
 
-    with hash_beside(planned.source.hashes, team) as finish, closing(open_source(planned.plan.source)) as source:
-        work = Work(planned.plan, source, budget, transforms=planned.transforms, make_transformed=make_transformed)
-        outcome = make_files(team, work, range(len(planned.plan.files)), Outputs(), what="the comparison")
+            work = replace(work, make_transformed=make_transformed)
+        outcome = make_files(
+            team,
+            work,
+            range(len(plan.files)),
+            Outputs(),
+            what="the verification",
+            progress=lambda done: show(done, plan.nbytes),
+        )
         source.check_unchanged()
-        finish()
-    return outcome
-
-
-def _run(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
-    with hash_beside(plan.source.hashes, team) as finish_hashes:
-        if team.size == 1:
-            outcome = read_through(plan, budget, progress)
-        else:
-            show = progress or (lambda done, total: None)
-            with closing(open_source(plan.source)) as source:
-                outcome = make_in_rounds(
-                    team,
-                    Work(plan, source, budget),
-                    range(len(plan.files)),
-                    Outputs(),
-                    what="the verification",
-                    progress=lambda done: show(done, plan.nbytes),
-                )
         finish_hashes()
     return outcome
 

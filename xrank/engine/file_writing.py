@@ -53,11 +53,10 @@ class FileDigests(Struct, frozen=True):
     """Digests by name of the tensor."""
 
 
-def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
-    """Execute a plan and discard its bytes; `progress` is called with (bytes assembled so far, bytes in all)."""
-    total, show = plan.nbytes, progress or (lambda done, total: None)
+def read_through(plan: Plan, budget: Budget) -> Outcome:
+    """Execute a plan and discard its bytes."""
     with closing(open_source(plan.source)) as source:
-        outcome = execute(plan, source, NullTarget(), budget=budget, progress=lambda done: show(done, total))
+        outcome = execute(plan, source, NullTarget(), budget=budget)
         # After the last byte, so that a change in the course of the reading is seen.
         source.check_unchanged()
     return outcome
