@@ -41,9 +41,9 @@ from xrank.recipes.adapters import (
 )
 from xrank.recipes.conversions import TABLE, convert_to_files
 from xrank.recipes.decision import Purpose, Request, decide, plan_found
-from xrank.recipes.dequantization import dequantize_source, is_quantized
 from xrank.recipes.found_source import BaseModel, FoundSource
-from xrank.recipes.options import DTypeChoice, GatherOptions
+from xrank.recipes.options import KINDS, GatherOptions
+from xrank.recipes.quantization import is_quantized
 from xrank.recipes.recipe import match
 from xrank.recipes.recipe_choice import load_recipe
 from xrank.recipes.sources import complete_adapter, read_source
@@ -290,9 +290,6 @@ class ComparedSide(Struct, frozen=True, eq=False, dict=True):
         return self.with_model(replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied}))
 
 
-_CHOICES: Mapping[str, DTypeChoice] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-
-
 def read_sides(
     path: str,
     other_path: str,
@@ -325,8 +322,11 @@ def read_sides(
     if has_codes.count(True) == 1:
         side = found[number := has_codes.index(True)]
         if not side.manifest.get("quantized"):  # otherwise the other side is quantized again
+            from xrank.recipes.dequantization import dequantize_source  # few comparisons need this module
+
             kinds = Counter(shard.dtype for shard in found[1 - number].model.shards if len(shard.shape) > 1)
-            choice = _CHOICES.get(max(kinds, key=kinds.__getitem__, default=""), "keep")
+            kind = max(kinds, key=kinds.__getitem__, default="")
+            choice = next((choice for choice, name in KINDS.items() if name == kind), "keep")
             found[number] = replace(side, source=dequantize_source(side.source, choice))
     shared = found[0].shards.keys() & found[1].shards.keys()
     has_one = [

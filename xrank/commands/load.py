@@ -35,10 +35,11 @@ from xrank.readers.live.modules import (
     names_left_out,
 )
 from xrank.recipes.decision import Purpose, Request, decide, layout_notes
-from xrank.recipes.dequantization import decode_source, holds_codes
+from xrank.recipes.dequantization import decode_source
 from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
 from xrank.recipes.load_plan import Load, check_loads, describe_load, plan_load
 from xrank.recipes.options import default_workers, parse_size
+from xrank.recipes.quantization import holds_codes
 from xrank.recipes.sources import read_source
 from xrank.recipes.ties import list_unsaved
 from xrank.storage import places

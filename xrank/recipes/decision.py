@@ -49,7 +49,7 @@ from xrank.recipes.conversions import (
 )
 from xrank.recipes.found_source import BaseModel, FoundSource, override_config
 from xrank.recipes.model_names import names_of_class
-from xrank.recipes.options import GatherOptions, matches
+from xrank.recipes.options import KINDS, GatherOptions, matches
 from xrank.recipes.quantization import Quantization, find_scales
 from xrank.recipes.recipe import Match
 from xrank.recipes.recipe_choice import (
@@ -65,6 +65,7 @@ from xrank.storage import places
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
+    from xrank.engine.encodings import Encoding
     from xrank.engine.transforms import Replacements, Transform, Transforms
     from xrank.recipes.schemes import Quantizing
 
@@ -130,9 +131,6 @@ def config_text_of(
             config[key] = cast
     # The format of transformers (configuration_utils.py: to_json_string).
     return json.dumps(config, indent=2, sort_keys=True) + "\n", notes
-
-
-_TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 _UNPRINTABLE = "[\x00-\x1f\x7f-\x9f\ud800-\udfff]"
@@ -207,10 +205,10 @@ def select(
         dtype = shard.dtype if is_left else _target_dtype(shard, options, base)
         if dtype != shard.dtype:
             cast[shard.name] = f"{shard.dtype} -> {dtype}"
-        elif options.dtype in _TARGETS and shard.dtype.startswith("F8"):
+        elif options.dtype in KINDS and shard.dtype.startswith("F8"):
             untouched.append(shard.name)
         elif (
-            _TARGETS.get(options.dtype, shard.dtype) != shard.dtype
+            KINDS.get(options.dtype, shard.dtype) != shard.dtype
             and dtypes.dtype(shard.dtype).is_float
             and matches(options.keep_fp32, shard.name)
         ):
@@ -240,8 +238,8 @@ def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | 
     # keep_fp32 preserves precision, so a cast to fp32 still widens smaller floats.
     if matches(options.keep_fp32, shard.name) and not (options.dtype == "fp32" and found.nbytes < 4):
         return shard.dtype
-    if options.dtype in _TARGETS:
-        return _TARGETS[options.dtype]
+    if options.dtype in KINDS:
+        return KINDS[options.dtype]
     if base is None or shard.name not in base.tensors:
         got = "no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}"
         step = f"give {option('base_model')} a folder with weights, or choose another {option('dtype')}"
@@ -609,9 +607,13 @@ def plan_output(
     if options.quantize is not None:
         whole, matrices, quantizing = _quantize(decision, whole, outputs, updates or {}, transform)
         selection = replace(selection, outputs=(*matrices, *(one for file in beside for one in file.tensors)))
-        replaced = _replace_quantized(quantizing, matrices)
+        encodings = {name: quantizing.scheme.encoding for names in quantizing.groups for name in names}
+        replaced = _encode(matrices, encodings, quantizing.groups, is_cast=True)
     elif isinstance(transform, Quantization):
-        replaced = _encode_all(transform, source, outputs)
+        wanted = {output.name for output in outputs}
+        chosen = [one for one in source.shards if one.name in wanted]
+        chosen = [one for one in chosen if transform.applies_to(one.name, one.dtype, one.shape)]
+        replaced = _encode(chosen, {one.name: transform.encoding for one in chosen})
     elif transform is not None:
         from xrank.engine.transforms import probe_transform
 
@@ -693,24 +695,19 @@ def _quantize(
     return whole, outputs, schemes.plan_quantization(scheme, outputs, options.quantize_ignore, model_type)
 
 
-def _replace_quantized(quantizing: Quantizing, outputs: Sequence[OutputTensor]) -> Replacements:
+def _encode(
+    tensors: Iterable[OutputTensor | StoredShard],
+    encodings: Mapping[str, Encoding],
+    groups: Sequence[Sequence[str]] = (),
+    *,
+    is_cast: bool = False,
+) -> Replacements:
+    """Return what replaces the tensors that have an encoding; other arguments as of `Replacements`."""
     from xrank.engine.transforms import Replacements  # few gathers need this module
 
-    known = {output.name: output for output in outputs}
-    encodings = {name: quantizing.scheme.encoding for names in quantizing.groups for name in names}
-    made = {name: each.outputs(name, known[name].dtype, known[name].shape) for name, each in encodings.items()}
-    return Replacements(made, None, encodings, is_cast=True, groups=quantizing.groups)
-
-
-def _encode_all(quantization: Quantization, source: StoredModel, outputs: Sequence[OutputTensor]) -> Replacements:
-    from xrank.engine.transforms import Replacements  # few gathers need this module
-
-    shards, wanted = {shard.name: shard for shard in source.shards}, {output.name for output in outputs}
-    chosen = [
-        one for name, one in shards.items() if name in wanted and quantization.applies_to(name, one.dtype, one.shape)
-    ]
-    made = {one.name: quantization.encoding.outputs(one.name, one.dtype, one.shape) for one in chosen}
-    return Replacements(made, None, dict.fromkeys(made, quantization.encoding))
+    chosen = (one for one in tensors if one.name in encodings)
+    made = {one.name: encodings[one.name].outputs(one.name, one.dtype, one.shape) for one in chosen}
+    return Replacements(made, None, encodings, is_cast, groups)
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:

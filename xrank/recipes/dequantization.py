@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
 from math import prod
@@ -26,16 +26,16 @@ from xrank.engine.windows import Read
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
-from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import NO_CHECKSUM, QuantizedMatrix, RecordTable, StoredModel, StoredShard
 from xrank.recipes.found_source import BaseModel, FoundSource
+from xrank.recipes.options import KINDS
 from xrank.recipes.quantization import (
     COPY_CODES,
     DECLARING_FILES,
     DECLARING_KEYS,
     StoredScheme,
-    find_scales,
     find_stored_scheme,
+    is_quantized,
 )
 from xrank.words import list_text, plural
 
@@ -51,8 +51,8 @@ class _Types(Struct, frozen=True):
     def find(self, encoding: Encoding, scale_dtype: str) -> str:
         """Return the type in which a weight is decoded: for a cast in fp32, so that it is checked, and rounded once."""
         if encoding.rule.startswith("modelopt"):  # it computes in the type that it is told
-            return _CHOSEN.get(self.choice, self.plain)
-        kind = {"own": scale_dtype, "e8m0": "BF16", "nvfp4": "BF16"}.get(encoding.rule, "F32")
+            return KINDS.get(self.choice, self.plain)
+        kind = encoding.decoded_dtype("F32", scale_dtype)
         if kind != "F32":
             return kind
         return self.plain if self.choice == "keep" else "BF16" if self.choice == "bf16" else "F32"
@@ -150,7 +150,6 @@ _OF_ACTIVATIONS = re.compile(
     r"(?:scale|zero_point)(?:_inv)?"
 )
 _CONFIG_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_CHOSEN = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Name -> (dtype, global shape)."""
 
@@ -231,18 +230,6 @@ def _find_plain_type(config: Mapping[str, Any] | None) -> str:
 
 def _list_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *(each for each in config.values() if isinstance(each, Mapping))]
-
-
-def is_quantized(model: StoredModel) -> bool:
-    """Return whether some tensors of a model are quantized."""
-    return holds_codes(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards)
-
-
-def holds_codes(tensors: Iterable[OutputTensor]) -> bool:
-    """Return whether some tensors are quantized: a model in fp8, or with scales of payloads."""
-    listed = list(tensors)
-    ends = ("_packed", "_blocks")
-    return any(t.dtype.startswith("F8") or t.name.endswith(ends) for t in listed) or bool(find_scales(listed))
 
 
 def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) -> tuple[list[StoredWeight], set[str]]:

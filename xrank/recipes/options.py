@@ -28,6 +28,8 @@ _UNITS = {
 }  # fmt: skip
 
 _TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+KINDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""`DTypeChoice` -> safetensors name of the type."""
 
 
 def parse_size(text: str | int, name: str) -> int:

@@ -16,7 +16,7 @@ from xrank import dtypes
 from xrank.engine.companions import CompanionFile
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, either, option
 from xrank.layout.output_files import OutputTensor
-from xrank.layout.stored_model import StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.conversions import is_known_type
 from xrank.recipes.found_source import FoundSource, read_config
 from xrank.words import plural
@@ -174,6 +174,18 @@ def find_scales(tensors: Iterable[_Tensor]) -> set[str]:
             or _OF_ACTIVATIONS.fullmatch(tensor.name)
         )
     }
+
+
+def is_quantized(model: StoredModel) -> bool:
+    """Return whether some tensors of a model are quantized."""
+    return holds_codes(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards)
+
+
+def holds_codes(tensors: Iterable[OutputTensor]) -> bool:
+    """Return whether some tensors are quantized: a model in fp8, or with scales of payloads."""
+    listed = list(tensors)
+    ends = ("_packed", "_blocks")
+    return any(t.dtype.startswith("F8") or t.name.endswith(ends) for t in listed) or bool(find_scales(listed))
 
 
 class StoredScheme(Struct, frozen=True):

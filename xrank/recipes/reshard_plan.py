@@ -31,7 +31,6 @@ from xrank.layout.stored_model import StoredModel
 from xrank.layout.tensor_layout import flat_of
 from xrank.readers.placement import Claim, Claims, find_local_name, list_counted_names
 from xrank.recipes.decision import Purpose, Request, config_text_of, decide, digest_of_plan, layout_notes, read_layouts
-from xrank.recipes.dequantization import dequantize_base, dequantize_source
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.sources import open_base_model, read_source
@@ -173,6 +172,8 @@ def plan_reshard(
     """
     base = open_base_model(base_model) if base_model is not None else None
     if options.dequantize and base is not None:
+        from xrank.recipes.dequantization import dequantize_base  # few sources are quantized
+
         base = dequantize_base(base)
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
     try:
@@ -182,6 +183,8 @@ def plan_reshard(
         error.advise("gather it with its layouts or a base model, then reshard the model that this makes")
         raise
     if options.dequantize:
+        from xrank.recipes.dequantization import dequantize_source
+
         found = dequantize_source(found, options.dtype)
     return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host, is_partial=is_partial)
 
