@@ -36,7 +36,7 @@ _SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16")
 
 @dataclass(frozen=True)
 class Cost:
-    """What one or more processes in turn took: seconds on the wall and of all processors, and their largest peak."""
+    """Wall time, processor time and peak memory of one process, or of several that ran one after another."""
 
     seconds: float = 0.0
     processor_seconds: float = 0.0

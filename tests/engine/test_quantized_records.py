@@ -38,7 +38,7 @@ def make_quantized(
         kind = dtypes.numpy_dtype(output.dtype)
         bits = generator.integers(0, 256, output.nbytes, np.uint8)
         if output.dtype == "F8_E4M3":
-            bits = bits % 127  # every number but the one that is none
+            bits = bits % 127  # every positive number, and no NaN
         if dtypes.dtype(output.dtype).is_float:
             bits = generator.standard_normal(output.shape).astype(kind).reshape(-1).view(np.uint8)
         arrays.append(bits.view(kind).reshape(output.shape))

@@ -60,7 +60,7 @@ def encode_tensors(
 ) -> Outcome:
     """Encode tensors by number, and put their outputs; arguments and errors otherwise as `execute`.
 
-    `maxima` keeps what was found of groups for further calls, while the source stays as it is.
+    `maxima` keeps the largest magnitudes of groups for further calls; they hold until the source changes.
     """
     sources, outcome, before = transforms.sources, Outcome(), 0
     maxima = {} if maxima is None else maxima
@@ -129,7 +129,7 @@ def budget_of_bands(sources: Plan, numbers: Sequence[int], budget: Budget) -> Bu
 
 
 def _split(transforms: Transforms, numbers: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the tensors in parts: first all that need one pass, then those of two, so many as caches hold."""
+    """Yield first all tensors that need one pass, then those that need two, in parts that fit the page cache."""
     one_pass = [number for number in numbers if not _is_shared(transforms.tensors[number])]
     if one_pass:
         yield one_pass

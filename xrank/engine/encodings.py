@@ -284,7 +284,7 @@ class Encoding(Struct, frozen=True, kw_only=True):
 
 
 class _Scales(Struct, frozen=True, eq=False):
-    """What follows from the maxima of blocks."""
+    """The scales of blocks, computed from the largest magnitude in each."""
 
     stored: Array
     """Scales as they are written."""

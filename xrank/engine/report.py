@@ -189,7 +189,7 @@ class InspectDetails(Facts):
     companions: Sequence[str] = ()
     config_path: str | None = None
     quantization: Mapping[str, Any] | None = None
-    """What config.json declares, and the quantized tensors, their bytes and those of their scales."""
+    """The declared quantization, the number of quantized tensors, and the bytes of codes and of scales."""
     ranks: Sequence[Mapping[str, Any]] = ()
 
 

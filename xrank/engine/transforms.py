@@ -185,7 +185,7 @@ def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
 
 
 class Replacements(Struct, frozen=True, eq=False):
-    """The tensors of a model that others replace: those of a caller's function, or of encodings."""
+    """The tensors to replace by others, which a caller's function or an encoding makes."""
 
     outputs: Mapping[str, tuple[OutputTensor, ...]]
     """Name -> its outputs; none where it is left out."""
@@ -195,7 +195,7 @@ class Replacements(Struct, frozen=True, eq=False):
     is_cast: bool = False
     """Whether tensors are cast before they are replaced, or are as the ranks have them."""
     groups: Sequence[Sequence[str]] = ()
-    """Names of which an encoding needs the largest magnitude together; each other tensor is alone."""
+    """Names of tensors that share their largest magnitude; tensors that are not listed share none."""
 
 
 def probe_transform(function: Transform, stored: StoredModel, selection: Selection) -> Replacements:
@@ -211,7 +211,7 @@ def probe_transform(function: Transform, stored: StoredModel, selection: Selecti
 
 
 class TransformedTensor(Struct, frozen=True, eq=False):
-    """A tensor that others replace."""
+    """A tensor that is replaced by others."""
 
     number: int
     """Index of its file in `Transforms.sources`."""
@@ -229,7 +229,7 @@ class TransformedTensor(Struct, frozen=True, eq=False):
 
 
 class Transforms(Struct, frozen=True, eq=False):
-    """All tensors that others replace."""
+    """All tensors that are replaced by others."""
 
     sources: Plan
     """Plan with one file per transformed tensor, without a header: the whole tensor, as it is transformed."""
@@ -332,9 +332,9 @@ def _group_names(replaced: Replacements) -> list[Sequence[str]]:
 
 
 _BAND_NBYTES = 1 << 20
-"""About so many bytes of a tensor are encoded at once, or as many as the rows of one block have."""
+"""Bytes of a tensor that are encoded at once, unless the rows of one block have more."""
 _LEAST_BANDS = 32
-"""So many bands fit into the memory, where rows are not longer: some for each thread, while they are encoded."""
+"""A band is at most this part of the memory, as each thread needs several times its bytes."""
 
 
 def _find_window(encoding: Encoding | None, output: OutputTensor, nbytes: int) -> int:

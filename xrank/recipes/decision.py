@@ -467,7 +467,7 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     texts: Mapping[str, str]
     """Content of the small files that the plan itself decides, by name, but the index and the manifest."""
     transforms: Transforms | None = None
-    """The tensors that others replace: those of a caller's function, or quantized ones."""
+    """The tensors that a caller's function or an encoding replaces."""
     quantizing: Quantizing | None = None
 
     @property

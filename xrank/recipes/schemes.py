@@ -193,7 +193,7 @@ class Quantizing(Struct, frozen=True):
     groups: tuple[tuple[str, ...], ...]
     """The tensors to quantize; those of one group share a global scale, and groups of one share none."""
     patterns: tuple[str, ...]
-    """What is ignored, as llm-compressor takes it: names of modules, and ``re:`` with the beginning of a name."""
+    """Ignored modules as llm-compressor lists them: names, or ``re:`` and an expression for the beginning of names."""
     ignored: tuple[str, ...]
     """The modules with a matrix that stays in floating point."""
 
@@ -349,7 +349,7 @@ def _matches(module: str, pattern: str) -> bool:
 def _check_matches(patterns: Iterable[str], outputs: Sequence[OutputTensor]) -> None:
     modules = {_module(output.name) for output in outputs}
     for pattern in patterns:
-        # Other models may have what is ignored anyway, and scripts name it for all of them.
+        # A script may name lm_head for every model, also for one without it.
         if is_ignored(pattern.removeprefix("re:"), IGNORED) or any(_matches(each, pattern) for each in modules):
             continue
         example = _module(next((each.name for each in outputs if each.name.endswith(".weight")), "a.weight"))

@@ -69,8 +69,8 @@ class Phase(IntEnum):
     """Engine: the rank has all weights of the step."""
     LATE = 5
     """Engine: no new step came in time, and the rank raised. The trainer waits for its next call."""
-    MEASURED = 9
-    """Trainer: the other ranks may read the values of the step that this rank has measured, to prepare their own."""
+    READABLE = 9
+    """Trainer: the values of the step are final, and other ranks may read them to prepare what they lend."""
     FAILED = 6
     """The rank raised; the cause is known."""
     ENDED = 7

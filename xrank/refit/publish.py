@@ -553,8 +553,8 @@ class WeightsOffer:
         self._part.check = lambda: self._ranks.check(step)
         versions = self._part.count_versions()
         if prepared.is_shared:
-            self._set(Phase.MEASURED, step)
-            self._wait_for_phase(step, deadline, f"come to step {step}", (Phase.MEASURED, Phase.OPEN, Phase.STEADY))
+            self._set(Phase.READABLE, step)
+            self._wait_for_phase(step, deadline, f"come to step {step}", (Phase.READABLE, Phase.OPEN, Phase.STEADY))
         prepared.fill()
         self._check_values(versions, step)
 

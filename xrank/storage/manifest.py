@@ -98,7 +98,7 @@ class ManifestQuantization(Struct, frozen=True, forbid_unknown_fields=True):
     scheme: str
     dialect: str | None
     ignore: tuple[str, ...]
-    """What was given beside the modules that are ignored in any case."""
+    """Modules of ``--quantize-ignore``, besides those that are always ignored."""
     dtype: str
     """The cast before it."""
 
