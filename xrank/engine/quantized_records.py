@@ -124,6 +124,7 @@ class QuantizedSource:
         self._prepare = lru_cache(_MOST_PREPARED)(lambda record: _Matrix.of(records.quantized[record]))
         self._read_kept_row = lru_cache(_MOST_ROWS)(self._read_row)
         self._decode_kept_line = lru_cache(_MOST_LINES)(self._decode_line)
+        self._lines_lock = threading.Lock()
         self._own = threading.local()
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
@@ -215,7 +216,10 @@ class QuantizedSource:
             if line == kept.first + len(kept.values):
                 count = min(max(1, _CHUNK // (high - low)), matrix.lines - line % matrix.lines)
         if count == 1 and matrix.line <= _LONGEST_LINE and not matrix.spec.is_transposed:
-            values = self._decode_kept_line(record, line)[None, low:high]
+            # Two windows that read their common line at once would have a store's block counted as used too early,
+            # dropped, and fetched again.
+            with self._lines_lock:
+                values = self._decode_kept_line(record, line)[None, low:high]
         else:
             values = np.empty((count, high - low), dtypes.numpy_dtype(matrix.spec.dtype))
             self._decode(matrix, line, low, values)
