@@ -1,0 +1,325 @@
+"""Deltas: versions of a model as what has changed since the version before, as slime writes and SGLang applies them.
+
+Facts from slime 624b824a (``slime/backends/megatron_utils/update_weight/update_weight_from_disk_delta.py``,
+``slime/utils/disk_delta.py``) and its patch of SGLang (``docker/patch/latest/sglang-pull_weights.patch``):
+
+A folder ``weight_v000002`` contains safetensors files and an index, whose metadata name the version, its base, and the
+encoding; an index without an encoding is a whole model's. Each tensor that has changed is a row of bytes: one frame of
+zstd around a body. The metadata of its file have the checksum of the tensor's new bytes, by its name. The body is
+
+``xor``        the old bytes xor the new ones;
+``overwrite``  a count, so many positions of bytes by rising order, each a little-endian u4, and the bytes there.
+
+SGLang reads the first frame of a body only, and asks its header for the size of an ``overwrite`` body.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from xrank.errors import CorruptError, UsageError, option
+from xrank.formats.zarr_array import Readable, import_zstandard, open_frame
+
+ENCODINGS = ("xor", "overwrite")
+CHECKSUMS = ("xxh3-128", "blake3", "adler32")
+INDEX_NAME = "model.safetensors.index.json"
+MAX_OVERWRITTEN_NBYTES = (1 << 32) - 1
+"""Bytes of a tensor at most, in the encoding with positions of 4 bytes."""
+
+_LEVEL = 1
+_VERSION = re.compile(r"weight_v(\d{6,})")
+_CHUNK_NBYTES = 1 << 18
+_OWN = "xrank"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def version_name(version: int) -> str:
+    """Return the name of a version's folder.
+
+    Example:
+        >>> version_name(12)
+        'weight_v000012'
+    """
+    return f"weight_v{version:06d}"
+
+
+def version_of(name: str) -> int | None:
+    """Return the version of a folder by its name; None for another folder."""
+    match = _VERSION.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+class DeltaFacts(Struct, frozen=True):
+    """What the index of a version says of its bodies."""
+
+    version: int
+    base_version: int
+    encoding: str
+    checksum: str
+    """Kind of the checksums."""
+    state: str | None = None
+    """Digest of all tensors of the version; None: xrank has not written it. See `state_digest`."""
+    base_state: str | None = None
+    step: int | None = None
+    """The training step."""
+
+    def to_metadata(self) -> dict[str, Any]:
+        """Return the index's metadata. Programs other than xrank ignore its own part."""
+        own = {name: getattr(self, name) for name in ("state", "base_state", "step")}
+        return {
+            "version": f"{self.version:06d}",
+            "base_version": f"{self.base_version:06d}",
+            "delta_encoding": self.encoding,
+            "compression_format": "zstd",
+            "checksum_format": self.checksum,
+            _OWN: {name: value for name, value in own.items() if value is not None},
+        }
+
+
+def parse_facts(metadata: Mapping[str, Any], file: str) -> DeltaFacts | None:
+    """Return the facts of a version by its index's metadata; None: it is a whole model. `file` is the index."""
+    if "delta_encoding" not in metadata:
+        return None
+    numbers = {}
+    for key in ("version", "base_version"):
+        text = metadata.get(key)
+        if not isinstance(text, str) or re.fullmatch(r"\d{1,18}", text) is None:
+            raise _refuse(file, key, text, "the digits of a version")
+        numbers[key] = int(text)
+    if numbers["version"] <= numbers["base_version"]:
+        raise _refuse(file, "base_version", metadata["base_version"], f"a version before {metadata['version']}")
+    wanted = {"delta_encoding": ENCODINGS, "compression_format": ("zstd",), "checksum_format": CHECKSUMS}
+    for key, allowed in wanted.items():
+        if metadata.get(key) not in allowed:
+            raise _refuse(file, key, metadata.get(key), " or ".join(allowed))
+    own = metadata.get(_OWN, {})
+    kinds = {"state": str, "base_state": str, "step": int}
+    if not isinstance(own, dict) or any(name in own and type(own[name]) is not kinds[name] for name in kinds):
+        raise _refuse(file, _OWN, own, "a table of state, base_state and step")
+    return DeltaFacts(
+        numbers["version"],
+        numbers["base_version"],
+        metadata["delta_encoding"],
+        metadata["checksum_format"],
+        **{name: own[name] for name in kinds if name in own},
+    )
+
+
+def _refuse(file: str, key: str, got: object, want: str) -> CorruptError:
+    text = json.dumps(got, default=str)[:80]
+    next_step = "copy the version again from where it was written, or let its writer name what xrank knows"
+    return CorruptError(f"{file}: {key} is not known", file=file, got=text, want=want, next_step=next_step)
+
+
+def state_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
+    """Return the digest of a whole model: of name -> (element type, shape, XXH3-128 of the bytes), in any order."""
+    import xxhash
+
+    lines = (json.dumps([name, dtype, list(shape), digest]) for name, (dtype, shape, digest) in sorted(tensors.items()))
+    return xxhash.xxh3_128("\n".join(lines).encode()).hexdigest()
+
+
+class Checksum(Protocol):
+    """A checksum that is computed piece by piece."""
+
+    def update(self, data: Any, /) -> object:
+        """Add the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all bytes so far."""
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: Any, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def new_checksum(kind: str) -> Checksum:
+    """Return a checksum of no bytes yet.
+
+    Raises:
+        UsageError: the kind is unknown, or its package is not installed.
+    """
+    if kind == "xxh3-128":
+        import xxhash
+
+        return xxhash.xxh3_128()
+    if kind == "adler32":
+        return _Adler32()
+    if kind == "blake3":
+        try:
+            from blake3 import blake3
+        except ImportError:
+            next_step = "run: pip install blake3"
+            raise UsageError("checksums of blake3 need a package", got="no blake3", next_step=next_step) from None
+        return blake3()  # type: ignore[no-any-return]
+    next_step = "give one of these"
+    raise UsageError(f"{option('checksum')} is unknown", got=kind, want=", ".join(CHECKSUMS), next_step=next_step)
+
+
+class BodyWriter:
+    """Makes the body of one tensor, whose bytes come in order; it keeps the compressed body alone.
+
+    ``overwrite`` also keeps five bytes for each byte that has changed.
+    """
+
+    def __init__(self, encoding: str, nbytes: int) -> None:
+        self._encoding, self._nbytes, self._done = encoding, nbytes, 0
+        self._parts: list[bytes] = []
+        self._positions: list[npt.NDArray[np.uint32]] = []
+        self._values: list[Bytes] = []
+        self.changed_nbytes = 0
+        """Bytes that differ, or at least one if any does where the encoding needs no count."""
+        if encoding == "xor":
+            self._frame = _open_compressor(nbytes)
+
+    def add(self, old: Bytes, new: Bytes) -> None:
+        """Add the next bytes of both versions."""
+        if self._encoding == "xor":
+            changed = xor_bytes(old, new)
+            self.changed_nbytes += int(changed.any())
+            self._parts.append(self._frame.compress(changed))
+        else:
+            at = np.flatnonzero(old != new)
+            self.changed_nbytes += len(at)
+            self._positions.append((at + self._done).astype("<u4"))
+            self._values.append(new[at])
+        self._done += len(new)
+
+    def finish(self) -> bytes | None:
+        """Return the frame; None if no byte has changed."""
+        assert self._done == self._nbytes, "all bytes of a tensor make a body"
+        if not self.changed_nbytes:
+            return None
+        if self._encoding == "xor":
+            return b"".join((*self._parts, self._frame.flush()))
+        count = np.array([self.changed_nbytes], "<u4")
+        frame = _open_compressor(4 + 5 * self.changed_nbytes)
+        parts = [frame.compress(array.tobytes()) for array in (count, *self._positions, *self._values)]
+        return b"".join((*parts, frame.flush()))
+
+
+def _open_compressor(nbytes: int) -> Any:
+    # SGLang needs the size in the frame's header. The frame's own checksum finds damage in it before anything is used.
+    compressor = import_zstandard().ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=True)
+    return compressor.compressobj(size=nbytes)
+
+
+def xor_bytes(a: Bytes, b: Bytes) -> Bytes:
+    """Return the bytes of one array xor those of the other, which has as many."""
+    out, whole = np.empty(len(a), np.uint8), len(a) // 8 * 8
+    words = [array[:whole].view(np.uint64) for array in (a, b, out)]
+    np.bitwise_xor(words[0], words[1], out=words[2])
+    np.bitwise_xor(a[whole:], b[whole:], out=out[whole:])
+    return out
+
+
+class DamagedBodyError(Exception):
+    """A body does not have the form that its encoding gives it; the text says in what."""
+
+
+class BodyReader:
+    """Applies the body of one tensor to bytes that come in order. It raises DamagedBodyError.
+
+    `open_body` returns a stream of the frame from its first byte on; ``overwrite`` reads two at once.
+    """
+
+    def __init__(self, encoding: str, nbytes: int, open_body: Callable[[], Readable]) -> None:
+        self._encoding, self._nbytes, self._done = encoding, nbytes, 0
+        self._content = _Content(open_body())
+        if encoding == "xor":
+            return
+        self._left = int(self._content.take(4).view("<u4")[0])
+        if self._left > nbytes:
+            raise DamagedBodyError(f"{self._left:,} positions, and the tensor has {nbytes:,} bytes")
+        self._ahead: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        """Positions that are read and not used yet."""
+        self._last = -1
+        self._values = _Content(open_body())
+        self._values.skip(4 + 4 * self._left)
+
+    def apply(self, data: Bytes) -> None:
+        """Change the next bytes from the old version's to the new one's, in place."""
+        start, self._done = self._done, self._done + len(data)
+        if self._encoding == "xor":
+            for at in range(0, len(data), _CHUNK_NBYTES):
+                part = data[at : at + _CHUNK_NBYTES]
+                part[:] = xor_bytes(part, self._content.take(len(part)))
+            return
+        for positions in self._positions_before(self._done):
+            data[positions - start] = self._values.take(len(positions))
+
+    def finish(self) -> None:
+        """Check that the body has ended with the tensor."""
+        assert self._done == self._nbytes, "all bytes of a tensor are changed by a body"
+        if self._encoding == "xor":
+            self._content.check_end()
+            return
+        if self._left or len(self._ahead):
+            raise DamagedBodyError(f"a position beyond the {self._nbytes:,} bytes of the tensor")
+        self._values.check_end()
+
+    def _positions_before(self, end: int) -> Iterator[npt.NDArray[np.int64]]:
+        while True:
+            if not len(self._ahead):
+                if not self._left:
+                    return
+                count = min(self._left, _CHUNK_NBYTES // 4)
+                self._ahead, self._left = self._content.take(4 * count).view("<u4"), self._left - count
+                steps = np.diff(self._ahead.astype(np.int64), prepend=self._last)
+                if (steps <= 0).any():
+                    raise DamagedBodyError("positions that do not rise")
+                self._last = int(self._ahead[-1])
+            count = int(np.searchsorted(self._ahead, end))
+            if not count:
+                return
+            yield self._ahead[:count].astype(np.int64)
+            self._ahead = self._ahead[count:]
+
+
+class _Content:
+    """The decompressed bytes of a frame, in order."""
+
+    def __init__(self, encoded: Readable) -> None:
+        self._stream, self._error = open_frame(encoded), import_zstandard().ZstdError
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return the next bytes, which the caller may change."""
+        data, done = np.empty(nbytes, np.uint8), 0
+        while done < nbytes:
+            count = self._read_into(data[done:])
+            if not count:
+                raise DamagedBodyError(f"it ends {nbytes - done:,} bytes too early")
+            done += count
+        return data
+
+    def skip(self, nbytes: int) -> None:
+        """Pass over the next bytes."""
+        for start in range(0, nbytes, _CHUNK_NBYTES):
+            self.take(min(_CHUNK_NBYTES, nbytes - start))
+
+    def check_end(self) -> None:
+        """Read the end of the frame, with its checksum."""
+        if self._read_into(np.empty(1, np.uint8)):
+            raise DamagedBodyError("it has more bytes than the tensor")
+
+    def _read_into(self, data: Bytes) -> int:
+        try:
+            return int(self._stream.readinto(data))
+        except self._error as error:
+            raise DamagedBodyError(str(error)) from error
