@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,13 +17,14 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.commands.checks import Check, Verdict, make_absence_error
 from xrank.engine.casts import LowRank
-from xrank.engine.executor import Budget, Outcome, execute
+from xrank.engine.executor import Budget, Outcome
 from xrank.engine.faults import Differences
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, TensorPlan, make_plan, select_tensors
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.sources import open_source
-from xrank.engine.windows import WINDOW_NBYTES, digest_text
+from xrank.engine.tensor_pairs import Bytes, Side, read_pairs
+from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
 from xrank.layout.coverage import range_text
@@ -52,39 +54,17 @@ from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.words import list_text
 
-_STRETCH = 4
-"""Number of windows of each copy that are in memory at a time."""
-
-
-class _Stretch:
-    """A target that holds the same part of two files."""
-
-    def __init__(self) -> None:
-        self.start = 0
-        self.rooms = [memoryview(bytearray(_STRETCH * WINDOW_NBYTES)) for _ in range(2)]
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Copy bytes to `offset` of a file, inside the part."""
-        at = offset - self.start
-        self.rooms[file][at : at + len(data)] = data
-
 
 def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: Budget) -> Differences:
     """Return the differences of two tensors of a plan, of one element type and shape."""
-    plan = select_tensors(plan, (ours, theirs))
-    dtype, nbytes = ours.output.dtype, ours.output.nbytes
-    target, found = _Stretch(), Differences(dtype)
-    source = open_source(plan.source)
-    try:
-        for start in range(0, nbytes, _STRETCH * WINDOW_NBYTES):
-            stop = min(start + _STRETCH * WINDOW_NBYTES, nbytes)
-            windows = range(start // WINDOW_NBYTES, -(-stop // WINDOW_NBYTES))
-            target.start = start
-            execute(plan, source, target, budget=budget, shares={0: (windows,), 1: (windows,)})
-            mine, other = (room[: stop - start] for room in target.rooms)
-            found.add(start // dtypes.dtype(dtype).nbytes, mine, other)
-    finally:
-        source.close()
+    found, width = Differences(ours.output.dtype), dtypes.dtype(ours.output.dtype).nbytes
+
+    def take(_: int, low: int, mine: Bytes, other: Bytes) -> None:
+        found.add(low // width, mine.data, other.data)
+
+    with closing(open_source(plan.source)) as source:
+        mine, other = (Side(select_tensors(plan, [tensor]), source) for tensor in (ours, theirs))
+        read_pairs((mine, other), [0], budget, take)
     return found
 
 

@@ -37,6 +37,8 @@ MAX_OVERWRITTEN_NBYTES = (1 << 32) - 1
 _LEVEL = 1
 _VERSION = re.compile(r"weight_v(\d{6,})")
 _CHUNK_NBYTES = 1 << 18
+_STEP_NBYTES = 1 << 20
+"""Bytes that are compressed at once: their xor stays in cache."""
 _OWN = "xrank"
 
 Bytes = npt.NDArray[np.uint8]
@@ -167,7 +169,8 @@ def new_checksum(kind: str) -> Checksum:
         except ImportError:
             next_step = "run: pip install blake3"
             raise UsageError("checksums of blake3 need a package", got="no blake3", next_step=next_step) from None
-        return blake3()  # type: ignore[no-any-return]
+        made: Checksum = blake3()
+        return made
     next_step = "give one of these"
     raise UsageError(f"{option('checksum')} is unknown", got=kind, want=", ".join(CHECKSUMS), next_step=next_step)
 
@@ -175,43 +178,56 @@ def new_checksum(kind: str) -> Checksum:
 class BodyWriter:
     """Makes the body of one tensor, whose bytes come in order; it keeps the compressed body alone.
 
-    ``overwrite`` also keeps five bytes for each byte that has changed.
+    `put` takes the frame of an ``xor`` body piece by piece, which is then not kept. ``overwrite`` also keeps five bytes
+    for each byte that has changed, up to `finish`.
     """
 
-    def __init__(self, encoding: str, nbytes: int) -> None:
+    def __init__(self, encoding: str, nbytes: int, put: Callable[[bytes], object] | None = None) -> None:
         self._encoding, self._nbytes, self._done = encoding, nbytes, 0
         self._parts: list[bytes] = []
+        self._put = self._parts.append if put is None else put
         self._positions: list[npt.NDArray[np.uint32]] = []
         self._values: list[Bytes] = []
         self.changed_nbytes = 0
         """Bytes that differ, or at least one if any does where the encoding needs no count."""
-        if encoding == "xor":
-            self._frame = _open_compressor(nbytes)
+        self._frame: Any = None
 
     def add(self, old: Bytes, new: Bytes) -> None:
         """Add the next bytes of both versions."""
-        if self._encoding == "xor":
-            changed = xor_bytes(old, new)
-            self.changed_nbytes += int(changed.any())
-            self._parts.append(self._frame.compress(changed))
-        else:
+        if self._encoding != "xor":
             at = np.flatnonzero(old != new)
             self.changed_nbytes += len(at)
             self._positions.append((at + self._done).astype("<u4"))
             self._values.append(new[at])
+        elif self.changed_nbytes or old.data != new.data:  # most tensors of a frozen part need no compressor
+            if not self.changed_nbytes:
+                self.changed_nbytes = 1
+                self._frame = _open_compressor(self._nbytes)
+                for start in range(0, self._done, _STEP_NBYTES):
+                    self._put(self._frame.compress(bytes(min(_STEP_NBYTES, self._done - start))))
+            for start in range(0, len(new), _STEP_NBYTES):
+                part = slice(start, start + _STEP_NBYTES)
+                self._put(self._frame.compress(xor_bytes(old[part], new[part])))
         self._done += len(new)
 
     def finish(self) -> bytes | None:
-        """Return the frame; None if no byte has changed."""
+        """Return the frame, without what `put` has taken; None if no byte has changed."""
         assert self._done == self._nbytes, "all bytes of a tensor make a body"
         if not self.changed_nbytes:
             return None
-        if self._encoding == "xor":
-            return b"".join((*self._parts, self._frame.flush()))
-        count = np.array([self.changed_nbytes], "<u4")
-        frame = _open_compressor(4 + 5 * self.changed_nbytes)
-        parts = [frame.compress(array.tobytes()) for array in (count, *self._positions, *self._values)]
-        return b"".join((*parts, frame.flush()))
+        if self._encoding != "xor":
+            count = np.array([self.changed_nbytes], "<u4")
+            self._frame = _open_compressor(4 + 5 * self.changed_nbytes)
+            for array in (count, *self._positions, *self._values):
+                self._put(self._frame.compress(array.tobytes()))
+        self._put(self._frame.flush())
+        return b"".join(self._parts)
+
+
+def most_frame_nbytes(encoding: str, nbytes: int) -> int:
+    """Return a bound of the bytes of a body's frame, for a tensor of that many bytes."""
+    content = nbytes if encoding == "xor" else 4 + 5 * nbytes
+    return content + (content >> 8) + (64 << 10)  # a little more than zstd's own bound (ZSTD_COMPRESSBOUND)
 
 
 def _open_compressor(nbytes: int) -> Any:
