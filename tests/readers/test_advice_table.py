@@ -67,6 +67,12 @@ FOLLOWED: Mapping[str, str] = {
     r"give the folder of a version that is whole .*|the engine that pulls these deltas applies them to it": (
         "readers/test_weight_folders.py::test_a_delta_is_not_a_model"
     ),
+    r"give the model (of version {} with {base_model}|that the version was made of)": (
+        "readers/test_deltas.py::test_another_base_is_refused"
+    ),
+    r"wait until it is written, then {}|leave {version} out|give each version once": (
+        "readers/test_deltas.py::test_a_version_that_is_asked_for"
+    ),
     r"if the trained model has no values there, give a base model in which these are empty, too, with {base_model}": (
         "readers/test_weight_folders.py::test_placeholders_of_zero_3"
     ),

@@ -19,7 +19,6 @@ _M_ARENA_MAX = -8  # of glibc's malloc.h
 _COMMANDS = {
     "gather": "gather",
     "reshard": "gather",
-    "delta": "delta",
     "inspect": "inspect",
     "verify": "verify",
     "simulate": "simulate",
@@ -32,7 +31,7 @@ _COMMANDS = {
 }
 """Command -> its module in `xrank.cli`, which has an attribute of the command's name and "_command"."""
 _SECTIONS = {
-    "Convert": ("gather", "reshard", "delta"),
+    "Convert": ("gather", "reshard"),
     "Look and check": ("inspect", "verify", "simulate"),
     "Layouts and names": ("layout", "recipe"),
     "Housekeeping": ("clean", "doctor", "completion", "help"),

@@ -24,7 +24,6 @@ from xrank.engine.report import FileFacts
 from xrank.engine.rounds import Work
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FileHashes, digest_text
-from xrank.formats.deltas import INDEX_NAME
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
@@ -117,11 +116,9 @@ def _write_lists(
         adapted, transforms = planned.decision.adapted, planned.transforms
         own = adapted.weights_file if adapted is not None else None
         model = [file.output for file in planned.plan.files if file.output.name != own]
-        written_model = [replace(file, name=stage.final_name(file.name)) for file in model]
-        index = index_text(written_model, planned.index) if model or planned.index is not None else None
+        index = index_text([replace(file, name=stage.final_name(file.name)) for file in model]) if model else None
         if index is not None:
-            name = index_name(model) if model else INDEX_NAME  # a delta without changes has no file
-            files.append(_small_file(stage.write_file(name, index.encode())))
+            files.append(_small_file(stage.write_file(index_name(model), index.encode())))
         facts = {
             "tied": {name: target for target, names in planned.selection.tied.items() for name in names},
             "excluded": planned.selection.excluded,
@@ -164,23 +161,14 @@ def _quantization(planned: FolderPlan) -> ManifestQuantization | None:
 
 
 def make_once(
-    planned: FolderPlan | Reshard | ReceivedPlan,
-    out: str,
-    progress: Callable[[int, int], None] | None,
-    team: Team,
-    source: OpenSource | None = None,
+    planned: FolderPlan | Reshard | ReceivedPlan, out: str, progress: Callable[[int, int], None] | None, team: Team
 ) -> WrittenOutput:
-    """Return the output that the same command has made, after the rest of that run's work; else make it.
-
-    `source` reads the plan's records, and the caller closes it; None: they are in files.
-    """
+    """Return the output that the same command has made, after the rest of that run's work; else make it of files."""
     found = None if planned.options.overwrite else find_earlier(planned, out, team)
     if found is not None:
         if team.is_first:
             settle_output(out)
         return WrittenOutput(found, notes=(EARLIER_NOTE,))
-    if source is not None:
-        return make_output(planned, source, out, progress, team)
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(planned.plan.source, beside)) as files:
         return make_output(planned, files, out, progress, team)
@@ -198,7 +186,7 @@ def _tensor_line(plan: Plan, names: Sequence[str], tensor: TensorPlan, digests: 
     for part in made_of:
         for record, rank in zip(part.copies.record.tolist(), part.copies.rank.tolist(), strict=True):
             ranks.setdefault(record, rank)
-    if table.quantized:
+    if table.quantized or table.changed:
         ranks = {stored: rank for record, rank in ranks.items() for stored in table.find_stored([record])}
     once = int_array(ranks)
     files, offsets, sizes = (column[once].tolist() for column in (table.file, table.offset, table.nbytes))

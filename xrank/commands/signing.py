@@ -113,7 +113,7 @@ def _describe_files(source: StoredModel) -> list[Mapping[str, Any]]:
     ranks: dict[int, set[int]] = {}
     for shard in source.shards:
         for rank, record in zip(shard.rank.tolist(), shard.record.tolist(), strict=True):
-            for stored in records.find_stored([record]) if records.quantized else [record]:
+            for stored in records.find_stored([record]) if records.quantized or records.changed else [record]:
                 ranks.setdefault(int(records.file[stored]), set()).add(rank)
     described: list[Mapping[str, Any]] = []
     for number, file in enumerate(source.files):

@@ -24,6 +24,7 @@ from xrank.layout.stored_model import QuantizedMatrix, QuantizedPart, RecordTabl
 
 if TYPE_CHECKING:
     from xrank.engine.buffers import FileSource
+    from xrank.engine.changed_records import ChangedSource
     from xrank.engine.sources import DecodedSource, ObjectSource
 
 _CHUNK = 1 << 16
@@ -118,7 +119,7 @@ class _Kept(NamedTuple):
 class QuantizedSource:
     """Reads records, and decodes those of quantized matrices. Errors as those of `FileSource`."""
 
-    def __init__(self, records: RecordTable, inner: FileSource | ObjectSource | DecodedSource) -> None:
+    def __init__(self, records: RecordTable, inner: FileSource | ObjectSource | DecodedSource | ChangedSource) -> None:
         self._inner = inner
         self._specs = records.quantized
         self._prepare = lru_cache(_MOST_PREPARED)(lambda record: _Matrix.of(records.quantized[record]))

@@ -12,30 +12,30 @@ record: it has no name, lies on a disk, and goes away with the process.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct, field
 
 from xrank.engine.buffers import FileSource, OpenSource, make_change_error
 from xrank.engine.faults import COPY, find_owner
+from xrank.engine.made_records import Claims, RecordStream, ScratchFile
 from xrank.engine.windows import Read
-from xrank.environment import environ, scratch_folder
-from xrank.errors import AGAIN, CorruptError, NoSpaceError, XrankError
+from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.formats.zarr_array import import_zstandard, open_frame
 from xrank.layout.stored_model import PLAIN, StoredModel
 from xrank.storage.client import ObjectStore, copy_bytes
 from xrank.storage.places import open_store
 from xrank.storage.url import can_list
-from xrank.system import read_at, write_at
+
+if TYPE_CHECKING:
+    from xrank.engine.changed_records import ChangedSource
 
 BLOCK_NBYTES = 1 << 20
 """Bytes of a block of a large record, unless the budget has room for larger ones."""
@@ -369,7 +369,6 @@ class ObjectSource:
 
 
 _CHUNK_NBYTES = 256 << 10
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
@@ -378,11 +377,15 @@ def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
     Decompressed records go to a folder on a disk, which must exist when the first is read; None: that of
     `scratch_folder`.
     """
-    source: FileSource | ObjectSource | DecodedSource
+    source: FileSource | ObjectSource | DecodedSource | ChangedSource
     if model.records.encoded_nbytes is not None or model.records.inline:
         source = DecodedSource(model, folder)
     else:
         source = ObjectSource(model) if holds_objects(model) else FileSource(model)
+    if model.records.changed:
+        from xrank.engine.changed_records import ChangedSource  # most sources contain none
+
+        source = ChangedSource(model, source, folder)
     if not model.records.quantized:
         return source
     from xrank.engine.quantized_records import QuantizedSource  # most sources contain none
@@ -408,11 +411,9 @@ class DecodedSource:
         for shard in model.shards:
             if len(shard.record):
                 np.maximum.at(self._last, shard.record, int(shard.record.max()))
-        self._scratch: int | None = None
-        self._drop_scratch: Callable[[], object] = lambda: None
+        self._scratch = ScratchFile(folder, int(room.sum()), "compressed tensors are decoded")
         self._done = bytearray(len(model.records))
-        self._claimed: set[int] = set()
-        self._changed = threading.Condition()
+        self._claims = Claims()
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
@@ -424,11 +425,7 @@ class DecodedSource:
             return
         if not self._done[record]:
             self._bring(record)
-        assert self._scratch is not None
-        offset = int(self._place[record]) + start
-        while into:
-            count = read_at(self._scratch, into, offset)
-            into, offset = into[count:], offset + count
+        self._scratch.read_into(into, int(self._place[record]) + start)
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
         """Read into the staging buffer and return the part that was filled."""
@@ -459,7 +456,7 @@ class DecodedSource:
     def close(self) -> None:
         """Close all files, the scratch file too; no read may be under way."""
         self._files.close()
-        self._drop_scratch()
+        self._scratch.close()
 
     def _bring(self, record: int) -> None:
         """Return when a record is decoded, by this thread or another.
@@ -467,65 +464,26 @@ class DecodedSource:
         Threads read the same stacked tensor at the same time. While another decodes the record, this one decodes the
         next of the same tensor.
         """
-        import tempfile  # plain records do not need it
+        later = range(record, int(self._last[record]) + 1)
+        self._claims.bring(
+            lambda: self._done[record] or None,
+            lambda: (r for r in later if self._encoded[r] != PLAIN and not self._done[r]),
+            self._decode,
+        )
 
-        while True:
-            with self._changed:
-                if self._done[record]:
-                    return
-                later, taken = range(record, int(self._last[record]) + 1), self._claimed
-                free = (r for r in later if self._encoded[r] != PLAIN and not self._done[r] and r not in taken)
-                mine = next(free, None)
-                if mine is None:
-                    self._changed.wait()
-                    continue
-                self._claimed.add(mine)
-                if self._scratch is None:
-                    with self._explain_scratch_errors() as folder, tempfile.TemporaryFile(dir=folder) as file:
-                        self._scratch = os.dup(file.fileno())
-                    self._drop_scratch = weakref.finalize(self, os.close, self._scratch)
-            try:
-                self._decode(mine, self._scratch)
-            except BaseException:
-                with self._changed:
-                    self._claimed.discard(mine)  # a thread that waits for the record meets the error itself
-                    self._changed.notify_all()
-                raise
-            with self._changed:
-                self._done[mine] = 1
-                self._changed.notify_all()
-
-    def _decode(self, record: int, scratch: int) -> None:
-        reader = open_frame(_Frame(self._files, record, int(self._encoded[record])))
+    def _decode(self, record: int) -> None:
+        reader = open_frame(RecordStream(self._files, record, int(self._encoded[record])))
         buffer = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
         wanted, done = int(self._nbytes[record]), 0
         try:
             while done <= wanted and (count := reader.readinto(buffer)):
-                data, offset = buffer[: min(count, wanted - done)], int(self._place[record]) + done
-                with self._explain_scratch_errors():
-                    while data:
-                        written = write_at(scratch, data, offset)
-                        data, offset = data[written:], offset + written
+                self._scratch.write(buffer[: min(count, wanted - done)], int(self._place[record]) + done)
                 done += count
         except import_zstandard().ZstdError as error:
             raise self._corrupt(record, got=str(error)) from error
         if done != wanted:
             raise self._corrupt(record, got=f"{'more than ' if done > wanted else ''}{min(done, wanted):,} bytes")
-
-    @contextmanager
-    def _explain_scratch_errors(self) -> Iterator[str]:
-        folder = self._folder or scratch_folder(environ())
-        try:
-            yield folder
-        except OSError as error:
-            needed = int(np.where(self._encoded != PLAIN, self._nbytes, 0).sum())
-            what = f"{folder}: {os.strerror(error.errno or 0)}, where compressed tensors are decoded"
-            if error.errno in _NO_SPACE:
-                want, next_step = f"{needed:,} bytes beside the output", f"free space there, then {AGAIN}"
-                facts = {"needed_nbytes": needed}
-                raise NoSpaceError(what, file=folder, want=want, next_step=next_step, **facts) from error
-            next_step = f"set TMPDIR to a folder on a disk with room, then {AGAIN}"
-            raise XrankError(what, file=folder, next_step=next_step) from error
+        self._done[record] = 1
 
     def _corrupt(self, record: int, *, got: str) -> CorruptError:
         records = self._model.records
@@ -535,17 +493,3 @@ class DecodedSource:
         what += f"{path} holds no sound chunk at byte {offset:,}"
         want = f"a frame of zstd with {int(self._nbytes[record]):,} bytes"
         return CorruptError(what, file=path, got=got, want=want, next_step=COPY, **owner)
-
-
-class _Frame:
-    """The encoded bytes of a record as a stream."""
-
-    def __init__(self, files: FileSource | ObjectSource, record: int, nbytes: int) -> None:
-        self._files, self._record, self._nbytes = files, record, nbytes
-        self._position = 0
-
-    def read(self, size: int) -> bytes:
-        data = bytearray(min(size, self._nbytes - self._position))
-        self._files.read_into(self._record, self._position, memoryview(data))
-        self._position += len(data)
-        return bytes(data)

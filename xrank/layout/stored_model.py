@@ -100,6 +100,17 @@ class QuantizedMatrix(Struct, frozen=True):
         return replace(self, parts=tuple(replace(p, record=p.record + num_records) for p in self.parts))
 
 
+class RecordChange(Struct, frozen=True):
+    """The change of a record from one version of a model to the next, as `xrank.formats.deltas` has it."""
+
+    body: int
+    """The record with the compressed body."""
+    encoding: str
+    checksum_kind: str
+    checksum: str
+    """Checksum of all bytes of the changed record."""
+
+
 class RecordTable(Struct, frozen=True, eq=False):
     """Contiguous byte ranges of source files, each under one checksum; row i is record i."""
 
@@ -116,6 +127,8 @@ class RecordTable(Struct, frozen=True, eq=False):
     """Record -> its bytes, for records inside of compressed metadata; `offset` is that of the metadata."""
     quantized: Mapping[int, QuantizedMatrix] = field(default_factory=dict)
     """Record -> the matrix whose decoded values it has, in no file; `file` and `offset` are those of the codes."""
+    changed: Mapping[int, tuple[RecordChange, ...]] = field(default_factory=dict)
+    """Record -> the changes of the bytes that its file has, in the order in which they are applied."""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -131,11 +144,12 @@ class RecordTable(Struct, frozen=True, eq=False):
         return found
 
     def find_stored(self, records: Sequence[int] | IntArray) -> list[int]:
-        """Return the records in files that these are made of: themselves, or the parts of quantized matrices."""
+        """Return the records in files that these are made of: themselves or parts of matrices, and their changes."""
         found: list[int] = []
         for record in records:
             matrix = self.quantized.get(int(record))
-            found += [int(record)] if matrix is None else [part.record for part in matrix.parts]
+            for stored in [int(record)] if matrix is None else [part.record for part in matrix.parts]:
+                found += [stored, *(change.body for change in self.changed.get(stored, ()))]
         return found
 
     def join(self, other: RecordTable, num_files: int) -> RecordTable:
@@ -151,6 +165,13 @@ class RecordTable(Struct, frozen=True, eq=False):
             encoded_nbytes=None if is_plain else np.concatenate((own, others)),
             inline={**self.inline, **{record + len(self): data for record, data in other.inline.items()}},
             quantized={**self.quantized, **{r + len(self): m.shift(len(self)) for r, m in other.quantized.items()}},
+            changed={
+                **self.changed,
+                **{
+                    record + len(self): tuple(replace(one, body=one.body + len(self)) for one in changes)
+                    for record, changes in other.changed.items()
+                },
+            },
         )
 
 

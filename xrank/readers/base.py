@@ -37,6 +37,8 @@ class Hints(Struct, frozen=True):
     """Number of ranks that wrote the source, as the caller states it; None: not stated."""
     config: Mapping[str, Any] | None = None
     """Content of the model's config.json beside the source or in the base model; None if neither has one."""
+    base_path: str | None = None
+    """Folder of the base model's weights: the model that deltas begin with whose chain contains no whole one."""
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves inferred global shapes. Returns the recipe that they fit, or None if no recipe knows the names. Raises if
     they contradict each other or the config (`xrank.recipes.proofs.prove_shapes`)."""

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankError, option
+from xrank.formats.deltas import version_name, version_of
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints, Reader
 from xrank.readers.records import ENGINE_PART, EXPORT_FOLDER, read_start
 from xrank.storage import places
 from xrank.storage.regular_file import LFS_MAGIC, Origin, quote
 from xrank.storage.url import is_url
-from xrank.words import list_text, one_line
+from xrank.words import list_text, one_line, plural
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -58,7 +59,7 @@ WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "workspace", "Works
 TORCH_SAVE = ListedReader("torch-save", r".*\.(pt|pth|ckpt|th|bin|tar)", "torch_save", "TorchSaveReader")
 OWN_READERS = (
     WORKSPACE,
-    ListedReader("safetensors", r".*\.safetensors", "hugging_face.folder", "HfFolderReader"),
+    ListedReader("safetensors", r".*\.safetensors(\.index\.json)?", "hugging_face.folder", "HfFolderReader"),
     ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "hugging_face.shards", "HfShardsReader"),
     ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "vllm", "VllmReader"),
     ListedReader(
@@ -352,6 +353,8 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
         raise Origin(path).incomplete("does not exist", next_step="check the path")
     _check_readable(path)
     listed = [own for own in OWN_READERS if format_name in (None, own.name)]
+    if (newest := _find_newest(path)) is not None:
+        return newest
     more: list[Reader] = []
     found = _search(path, lambda place: [own.load() for own in listed if _may_read(own, place, listed)])
     if found is None:
@@ -379,6 +382,21 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
             next_step=f"check the path, or leave {option('format')} out: formats are recognised",
         )
     raise _unknown_format_error(path, listed, readers)
+
+
+def _find_newest(path: str) -> SourcePlace | None:
+    """Return the newest version in a folder of versions of weights; None for another folder."""
+    if not any(version_of(name) is not None for name in _list(path)):
+        return None
+    from xrank.readers.deltas import list_versions  # few folders contain any
+
+    versions = list_versions(path)
+    reader = next(own for own in OWN_READERS if own.name in _WHOLE).load()
+    if not versions or reader.recognise(path) is None:
+        return None
+    number = max(versions)
+    note = f"the newest of {plural(len(versions), 'version')} in {path} is read: {version_name(number)}"
+    return SourcePlace(versions[number], reader, notes=(("newest-version", note),))
 
 
 def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Sequence[Reader]) -> UnknownFormatError:

@@ -685,7 +685,7 @@ def _convert_group(
 TABLE = "transformers"
 """Name by which `recipe` asks for the conversion."""
 
-_SAVED_FORMATS = ("safetensors", "hf-shards")
+_SAVED_FORMATS = ("safetensors", "hf-shards", "deltas")
 """Formats whose names are those of files already, unless a base model shows otherwise."""
 _SCALE = re.compile(r"[._:].*(scale|absmax|quant|zero_?point|blocks|packed|qdata)")
 _ROUTERS = (r".*\.mlp\.gate\.weight", r".*\.block_sparse_moe\.gate\.weight")

@@ -374,6 +374,7 @@ def read_source(
         config=config,
         module_names=module_names,
         keeps_names=keeps_names,
+        base_path=base.path if base is not None and base.tensors else None,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = read_best(where, hints, share)
@@ -394,7 +395,13 @@ def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, 
     """Return the companions of the source at a place, and notes on unused ones."""
     # The states of a workspace contain a config; a config in a folder above does not replace it.
     is_workspace, own = where.reader.name == WORKSPACE.name, (where.path, os.path.join(where.path, "huggingface"))
-    found, others = find_companions(own if is_workspace else find_checkpoint_folders(asked, where.path))
+    whole = None
+    if where.reader.name == "safetensors":
+        from xrank.readers.deltas import find_whole  # other sources have no versions
+
+        whole = find_whole(where.path)
+    folders = own if is_workspace else find_checkpoint_folders(asked, where.path) if whole is None else whole
+    found, others = find_companions(folders)
     return found, tuple(("companion", text) for text in others)
 
 

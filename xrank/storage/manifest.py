@@ -103,6 +103,16 @@ class ManifestQuantization(Struct, frozen=True, forbid_unknown_fields=True):
     """The cast before it."""
 
 
+class ManifestVersion(Struct, frozen=True, forbid_unknown_fields=True):
+    """The version of a trainer's weights that an output has; see `xrank.formats.deltas`."""
+
+    number: _Count
+    state: str | None = None
+    """Digest of all tensors, as the version's index records it."""
+    lineage: str | None = None
+    """Digest of the version's index and checksums."""
+
+
 class _Manifest(Struct, forbid_unknown_fields=True):
     schema: Literal[1]
     digest: str
@@ -119,6 +129,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     merged: dict[str, str] = {}
     transformed: dict[str, str] = {}
     quantized: ManifestQuantization | None = None
+    version: ManifestVersion | None = None
     plan: str = ""
 
 
@@ -146,6 +157,7 @@ def manifest_blocks(
     quantized: ManifestQuantization | None = None,
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
+    version: ManifestVersion | None = None,
     plan: str | None = None,
 ) -> Iterator[bytes]:
     """Yield the manifest in blocks, with one line for each file and tensor, sorted by name.
@@ -154,8 +166,8 @@ def manifest_blocks(
     be made as they are written, as a large model has a million sources. `tied` has the name that was not written ->
     that of the tensor with the same values; `cast` name -> earlier element type; `merged` name -> the adapter's tensors
     that were added to it; `transformed` name -> tensor that it was made of, by the caller's function or as `quantized`
-    says; `padding_dropped` name -> number of padding rows that were removed. `plan` is a digest that the same command
-    gives again.
+    says; `padding_dropped` name -> number of padding rows that were removed. `version` is that of a trainer's weights
+    which the output has. `plan` is a digest that the same command gives again.
     """
     sections: dict[str, Iterable[str]] = {
         "schema": ["1"],
@@ -172,6 +184,7 @@ def manifest_blocks(
         **({"quantized": [_line(quantized)]} if quantized is not None else {}),
         "padding_dropped": _table(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
+        **({"version": [_line(version)]} if version is not None else {}),
         **({"plan": [_line(plan)]} if plan is not None else {}),
     }
     block, nbytes, before = list[bytes](), 0, "{\n"

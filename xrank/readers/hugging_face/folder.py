@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
+from xrank.formats.deltas import INDEX_NAME, DeltaFacts, parse_facts
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest
@@ -23,7 +24,7 @@ from xrank.readers.hugging_face.shards import is_shard_name
 from xrank.readers.records import ENGINE_PART, NO_CHECKSUMS, Records, Subject, outside_error
 from xrank.storage import places
 from xrank.storage.entries import parse_json
-from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.storage.regular_file import Origin, open_regular
 from xrank.words import likewise_text, list_text, plural
 
 # torchtune/training/checkpointing/_checkpointer.py put the epoch behind: model-00001-of-00002_0.safetensors.
@@ -42,6 +43,8 @@ class WeightIndex(Struct, frozen=True):
     """Tensor -> name of its file."""
     total_size: int | None
     """Bytes of all tensors; None if the index does not record them."""
+    delta: DeltaFacts | None = None
+    """The facts of a version whose files contain changes; None: they contain a whole model."""
 
     def notes(self, nbytes: int) -> tuple[tuple[str, str], ...]:
         """Return notes about an index whose tensors have so many bytes."""
@@ -105,15 +108,18 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
         if os.path.basename(entry) != entry or "\0" in entry or entry in (".", ".."):
             raise outside_error(file, entry, "index")
     metadata = index.get("metadata")
-    if isinstance(metadata, dict) and "delta_encoding" in metadata:
-        keys = ("version", "base_version", "delta_encoding")
-        version, base, encoding = (quote(str(metadata.get(key))) for key in keys)
-        raise delta_error(folder, file, f"a delta of version {version} on base {base}", f"delta_encoding {encoding}")
+    delta = parse_facts(metadata, file) if isinstance(metadata, dict) else None
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some tools write a float.
     if isinstance(total, float) and total.is_integer():
         total = int(total)
-    return WeightIndex(file, dict(weight_map), total if type(total) is int else None)
+    return WeightIndex(file, dict(weight_map), total if type(total) is int else None, delta)
+
+
+def read_facts(folder: str) -> DeltaFacts | None:
+    """Return the facts in the index of a version that contains changes; None for another folder."""
+    index = _parse_index(folder, INDEX_NAME)
+    return None if index is None else index.delta
 
 
 def is_one_of_several(name: str) -> bool:
@@ -289,17 +295,24 @@ class HfFolderReader:
             if is_shard_name(name) or is_rank_part(name, places.list_names(os.path.dirname(path) or os.curdir)):
                 return "one rank's pieces of tensors"
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
-        if places.is_folder(path) and _list_model_files(path):
+        if places.is_folder(path) and (_list_model_files(path) or read_facts(path) is not None):
             return None
         return "no *.safetensors of whole tensors in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        headers, passed, more = _read_folder(path) if places.is_folder(path) else (read_headers(path), [], [])
+        found = _read_folder(path) if places.is_folder(path) else _Folder(read_headers(path))
+        if found.delta is not None:
+            from xrank.readers.deltas import read_model_of  # most folders contain a whole model
+
+            return read_model_of(path, hints)
+        headers = found.headers
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
         kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
-        return replace(model, notes=(*model.notes, *passed, *check_placeholders(kinds, files, hints), *more))
+        return replace(
+            model, notes=(*model.notes, *found.passed, *check_placeholders(kinds, files, hints), *found.more)
+        )
 
 
 def _is_weight_file(name: str) -> bool:
@@ -313,20 +326,38 @@ def _list_model_files(folder: str) -> list[str]:
     return [name for name in names if _is_weight_file(name) and not is_rank_part(name, names)]
 
 
-def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
-    """Return the headers of a model's files, by name, with the tensors that its index gives to each file."""
+def read_headers(path: str, *, of_delta: bool = False) -> tuple[SafetensorsHeader, ...]:
+    """Return the headers of a model's files, by name, with the tensors that its index gives to each file.
+
+    `of_delta`: whether the files may contain changes of a model in the place of one.
+    """
     if places.is_folder(path):
-        return _read_folder(path)[0]
+        found = _read_folder(path)
+        if found.delta is None or of_delta:
+            return found.headers
+        kind = f"a delta of version {found.delta.version} on base {found.delta.base_version}"
+        raise delta_error(path, os.path.join(path, INDEX_NAME), kind, f"delta_encoding {found.delta.encoding}")
     header = read_header(path)
     _check_whole(path, [header])
     return (header,)
 
 
-_Notes: TypeAlias = list[tuple[str, str]]
+def read_delta(folder: str) -> tuple[DeltaFacts, tuple[SafetensorsHeader, ...]] | None:
+    """Return the facts and headers of a version's files; None: they contain a whole model."""
+    found = _read_folder(folder)
+    return None if found.delta is None else (found.delta, found.headers)
 
 
-def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], _Notes, _Notes]:
-    """Return the headers of the files in a folder, and notes: on tensors passed over, and on its index and files."""
+class _Folder(NamedTuple):
+    headers: tuple[SafetensorsHeader, ...]
+    passed: Sequence[tuple[str, str]] = ()
+    """Notes on tensors passed over."""
+    more: Sequence[tuple[str, str]] = ()
+    """Notes on the index and the files."""
+    delta: DeltaFacts | None = None
+
+
+def _read_folder(path: str) -> _Folder:
     entries = places.list_names(path)
     # The names that a whole model's file and an index may have.
     pairs = [(f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in _STEMS]
@@ -339,10 +370,13 @@ def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], _Notes, _Not
         own = [name for name in own if name in (whole, _ADAPTER) or is_one_of_several(name)]
     is_own = _is_weight_file if index is not None else own.__contains__
     first = sorted(name for name in entries if "-00000-of-" in name and is_own(name))[:1]
-    _check_whole(path, [read_header(os.path.join(path, name)) for name in first])
+    delta = None if index is None else index.delta
+    if delta is None:
+        _check_whole(path, [read_header(os.path.join(path, name)) for name in first])
     names = list_files(path, is_own, index)
     headers = [read_header(os.path.join(path, name)) for name in names]
-    _check_whole(path, headers)
+    if delta is None:
+        _check_whole(path, headers)
     held = ((tensor.name, name) for header, name in zip(headers, names, strict=True) for tensor in header.tensors)
     place_of, notes = choose_tensors(path, held, index)
     if notes:
@@ -357,7 +391,8 @@ def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], _Notes, _Not
         if _ADAPTER not in index.weight_map.values() and _ADAPTER in entries:
             headers.append(read_header(os.path.join(path, _ADAPTER)))  # never in an index, never silently left out
             names.append(_ADAPTER)
-    return tuple(headers), notes, more + note_left_out(filter(_is_weight_file, set(entries) - set(names)))
+    more += note_left_out(filter(_is_weight_file, set(entries) - set(names)))
+    return _Folder(tuple(headers), notes, more, delta)
 
 
 def _check_whole(path: str, headers: Sequence[SafetensorsHeader]) -> None:
