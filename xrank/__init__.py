@@ -12,6 +12,7 @@ from xrank.deferred import defer_imports
 if TYPE_CHECKING:
     from xrank.commands.checkpoint import open_checkpoint
     from xrank.commands.clean import clean
+    from xrank.commands.delta import make_delta
     from xrank.commands.export import export_model, save_model
     from xrank.commands.gather import gather_checkpoint
     from xrank.commands.inspect import inspect
@@ -44,6 +45,7 @@ __all__ = [
     "inspect",
     "iter_model",
     "load_model",
+    "make_delta",
     "offer_weights",
     "open_checkpoint",
     "record_layouts",
@@ -68,6 +70,7 @@ _HOMES = {
     "inspect": "commands.inspect",
     "iter_model": "commands.iterate",
     "load_model": "commands.load",
+    "make_delta": "commands.delta",
     "offer_weights": "refit.publish",
     "open_checkpoint": "commands.checkpoint",
     "record_layouts": "refit.recording",

@@ -19,6 +19,7 @@ _M_ARENA_MAX = -8  # of glibc's malloc.h
 _COMMANDS = {
     "gather": "gather",
     "reshard": "gather",
+    "delta": "delta",
     "inspect": "inspect",
     "verify": "verify",
     "simulate": "simulate",
@@ -31,7 +32,7 @@ _COMMANDS = {
 }
 """Command -> its module in `xrank.cli`, which has an attribute of the command's name and "_command"."""
 _SECTIONS = {
-    "Convert": ("gather", "reshard"),
+    "Convert": ("gather", "reshard", "delta"),
     "Look and check": ("inspect", "verify", "simulate"),
     "Layouts and names": ("layout", "recipe"),
     "Housekeeping": ("clean", "doctor", "completion", "help"),

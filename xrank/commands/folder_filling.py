@@ -24,6 +24,7 @@ from xrank.engine.report import FileFacts
 from xrank.engine.rounds import Work
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FileHashes, digest_text
+from xrank.formats.deltas import INDEX_NAME
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
@@ -116,9 +117,11 @@ def _write_lists(
         adapted, transforms = planned.decision.adapted, planned.transforms
         own = adapted.weights_file if adapted is not None else None
         model = [file.output for file in planned.plan.files if file.output.name != own]
-        index = index_text([replace(file, name=stage.final_name(file.name)) for file in model]) if model else None
+        written_model = [replace(file, name=stage.final_name(file.name)) for file in model]
+        index = index_text(written_model, planned.index) if model or planned.index is not None else None
         if index is not None:
-            files.append(_small_file(stage.write_file(index_name(model), index.encode())))
+            name = index_name(model) if model else INDEX_NAME  # a delta without changes has no file
+            files.append(_small_file(stage.write_file(name, index.encode())))
         facts = {
             "tied": {name: target for target, names in planned.selection.tied.items() for name in names},
             "excluded": planned.selection.excluded,
@@ -161,14 +164,23 @@ def _quantization(planned: FolderPlan) -> ManifestQuantization | None:
 
 
 def make_once(
-    planned: FolderPlan | Reshard | ReceivedPlan, out: str, progress: Callable[[int, int], None] | None, team: Team
+    planned: FolderPlan | Reshard | ReceivedPlan,
+    out: str,
+    progress: Callable[[int, int], None] | None,
+    team: Team,
+    source: OpenSource | None = None,
 ) -> WrittenOutput:
-    """Return the output that the same command has made, after the rest of that run's work; else make it of files."""
+    """Return the output that the same command has made, after the rest of that run's work; else make it.
+
+    `source` reads the plan's records, and the caller closes it; None: they are in files.
+    """
     found = None if planned.options.overwrite else find_earlier(planned, out, team)
     if found is not None:
         if team.is_first:
             settle_output(out)
         return WrittenOutput(found, notes=(EARLIER_NOTE,))
+    if source is not None:
+        return make_output(planned, source, out, progress, team)
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(planned.plan.source, beside)) as files:
         return make_output(planned, files, out, progress, team)

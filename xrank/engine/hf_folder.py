@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -44,6 +45,7 @@ def lay_out(
     apart: Sequence[Sequence[OutputTensor]] = (),
     *,
     stem: str = _STEM,
+    checksums: Mapping[str, str] | None = None,
 ) -> tuple[OutputFile, ...]:
     """Split tensors over files in the given order and give each its place.
 
@@ -51,7 +53,8 @@ def lay_out(
     block. The others follow, widest element first, which keeps each at a multiple of its element's width.
 
     A tensor of more than `max_shard_nbytes` gets a file of its own. Each group of `apart` is in one file; they come
-    last. UsageError if there is no tensor, two have one name, or the limit is below 1.
+    last. Files of a delta are numbered from 0 and have the `checksums` of their tensors, by name, as metadata.
+    UsageError if there is no tensor, two have one name, or the limit is below 1.
     """
     everything = [*tensors, *chain.from_iterable(apart)]
     if not everything:
@@ -71,8 +74,11 @@ def lay_out(
             raise UsageError(f"{name}: two tensors have this name", tensor=name, next_step=next_step)
         seen.add(tensor.name)
     groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
-    count = len(groups)
-    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    count, first = len(groups), 1 if checksums is None else 0
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(first, first + count)]
+    if checksums is not None:
+        metadata = ({tensor.name: checksums[tensor.name] for tensor in group} for group in groups)
+        return tuple(map(lay_out_file, names, groups, metadata))
     return tuple(map(lay_out_file, names if count > 1 else [f"{stem}.safetensors"], groups))
 
 
@@ -81,16 +87,20 @@ def index_name(files: Sequence[OutputFile]) -> str:
     return f"{_NUMBERS.sub('', files[0].name)}.index.json"
 
 
-def index_text(files: Iterable[OutputFile]) -> str | None:
-    """Return the text of the index as the Hub and transformers write it; None for a single file."""
+def index_text(files: Iterable[OutputFile], metadata: Mapping[str, Any] | None = None) -> str | None:
+    """Return the text of the index as the Hub and transformers write it; None for a single file.
+
+    A version of a model that changes step by step has an index with `metadata` in any case.
+    """
     files = tuple(files)
-    if len(files) == 1:
+    if len(files) == 1 and metadata is None:
         return None
+    totals = {
+        "total_parameters": sum(t.num_elements for file in files for t in file.tensors),
+        "total_size": sum(t.nbytes for file in files for t in file.tensors),
+    }
     index = {
-        "metadata": {
-            "total_parameters": sum(t.num_elements for file in files for t in file.tensors),
-            "total_size": sum(t.nbytes for file in files for t in file.tensors),
-        },
+        "metadata": totals if metadata is None else metadata,
         "weight_map": {t.name: file.name for file in files for t in file.tensors},
     }
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -116,7 +126,9 @@ def _split(units: Iterable[Sequence[OutputTensor]], max_shard_nbytes: int) -> li
     return groups
 
 
-def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+def lay_out_file(
+    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str] = MappingProxyType(_METADATA)
+) -> OutputFile:
     """Return one safetensors file with all these tensors, each at its place."""
     blocks = [t for t in tensors if t.nbytes % _ALIGNMENT == 0]
     others = sorted((t for t in tensors if t.nbytes % _ALIGNMENT), key=lambda t: -dtypes.dtype(t.dtype).nbytes)
@@ -125,7 +137,7 @@ def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
     for tensor in (*blocks, *others):
         start, end = end, end + tensor.nbytes
         entries.append(HeaderTensor(tensor.name, tensor.dtype, tensor.shape, start, end))
-    header = build_header(entries, _METADATA, alignment=_ALIGNMENT)
+    header = build_header(entries, metadata, alignment=_ALIGNMENT)
     placed = tuple(
         replace(tensor, offset=len(header) + entry.start)
         for tensor, entry in zip((*blocks, *others), entries, strict=True)

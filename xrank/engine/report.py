@@ -176,6 +176,21 @@ class OutputFacts(Facts):
     files_nbytes: int = 0
 
 
+class DeltaDetails(Facts):
+    """A version of a model that was written as what has changed."""
+
+    version: int = 0
+    base_version: int = 0
+    encoding: str = ""
+    checksum: str = ""
+    """Kind of the checksums of the tensors' new bytes."""
+    state: str = ""
+    """Digest of all tensors of the version."""
+    num_compared: int = 0
+    """Tensors of the model."""
+    num_changed: int = 0
+
+
 class InspectDetails(Facts):
     """Facts that only ``xrank inspect`` shows."""
 

@@ -24,6 +24,8 @@ from xrank.engine.windows import WINDOW_NBYTES, RecordChecksums, read_rest
 
 _STRETCH_NBYTES = 4 * WINDOW_NBYTES
 """Bytes of each plan that a thread has in memory."""
+MEMORY_NBYTES = 3 * _STRETCH_NBYTES
+"""Bytes that a thread takes beside its staging buffer: the stretches of both plans, and what is made of them."""
 _ALIGNMENT = 64
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -56,7 +58,7 @@ def read_pairs(
         budget: the number of threads, and the staging buffer of each.
         take: called by any thread.
         cancelled: as of `execute`, but any thread calls it.
-        progress: called with the bytes of a stretch that was taken, by any thread.
+        progress: called with the bytes of a stretch that was taken, by one thread at a time.
     """
     groups, lock, stop = _group(sides[0].plan, numbers), threading.Lock(), threading.Event()
     states = [make_checksums(side.plan) for side in sides]
@@ -77,7 +79,8 @@ def read_pairs(
                         reader.fill(group, low)
                     for place in group:
                         take(place.number, low, *(reader.find(place, low) for reader in readers))
-                    progress(sum(min(place.nbytes - low, _STRETCH_NBYTES) for place in group))
+                    with lock:
+                        progress(sum(min(place.nbytes - low, _STRETCH_NBYTES) for place in group))
             except CancelledError:
                 if not stop.is_set():
                     raise

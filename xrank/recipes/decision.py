@@ -471,6 +471,8 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     transforms: Transforms | None = None
     """The tensors that a caller's function or an encoding replaces."""
     quantizing: Quantizing | None = None
+    index: Mapping[str, Any] | None = None
+    """Metadata of the index, of a version of a model that changes step by step."""
 
     @property
     def options(self) -> GatherOptions:
@@ -502,6 +504,8 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
             sources = () if self.transforms is None else self.transforms.sources.tensors
             kinds = [(one.output.name, one.output.dtype) for one in sources]
             choices.append(repr((self.quantizing.scheme.name, self.quantizing.scheme.dialect, kinds)))
+        if self.index is not None:
+            choices.append(repr(self.index))
         if self.options.sign is None:
             return digest_of_plan(self.plan, *choices)
         from xrank.formats.signature import name_key

@@ -1,0 +1,267 @@
+"""Writing a delta: a team's ranks compare two versions of a model, each some tensors, and make the folder together.
+
+Order of events, on every rank: it makes the bodies of its tensors, lends them to the others, and plans the same folder,
+whose tensors the bodies are. From there on the folder is written as any model: stage, journal, manifest, one rename.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import chain
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from xrank.commands.folder_filling import make_once, make_output
+from xrank.commands.report import WrittenOutput, folder_report
+from xrank.engine.delta_bodies import Bodies, Body, make_bodies
+from xrank.engine.hf_folder import lay_out
+from xrank.engine.planner import make_plan
+from xrank.engine.report import DeltaDetails, Report
+from xrank.engine.tensor_pairs import Side
+from xrank.errors import UsageError, option
+from xrank.formats.deltas import CHECKSUMS, ENCODINGS, MAX_OVERWRITTEN_NBYTES, DeltaFacts, state_digest, version_of
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest
+from xrank.layout.output_files import OutputTensor, Selection
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
+from xrank.ranks.team import Team
+from xrank.readers.placement import memory_of
+from xrank.recipes.decision import Decision, FolderPlan
+from xrank.recipes.found_source import FoundSource
+from xrank.recipes.options import GatherOptions
+
+
+def plan_version(
+    out: str, base: str, *, encoding: str = "xor", checksum: str = "xxh3-128", step: int | None = None
+) -> DeltaFacts:
+    """Return the facts of the version that a folder's name gives; the name of the base's folder counts, too.
+
+    Raises:
+        UsageError: `out` is not named as a version, its number is not above the base's, or a choice is unknown.
+    """
+    for name, value, choices in (("encoding", encoding, ENCODINGS), ("checksum", checksum, CHECKSUMS)):
+        if value not in choices:
+            wanted = ", ".join(choices)
+            raise UsageError(
+                f"{option(name)} must be one of {wanted}", got=repr(value), want=wanted, next_step="give one of these"
+            )
+    name = os.path.basename(out.rstrip("/"))
+    version, base_version = version_of(name), version_of(os.path.basename(base.rstrip("/"))) or 0
+    if version is None or version <= base_version:
+        raise UsageError(
+            f"{out} is not the folder of a version after {base}",
+            file=out,
+            got=name,
+            want=f"weight_v{base_version + 1:06d}, or a higher number",
+            next_step="give the folder such a name: its number is the version's",
+        )
+    return DeltaFacts(version, base_version, encoding, checksum, step=step)
+
+
+def check_same_tensors(
+    new: Sequence[OutputTensor], old: Sequence[OutputTensor], new_path: str, old_path: str, out: str
+) -> None:
+    """Check that two versions have the same names, shapes and types; UsageError otherwise."""
+    known = [{one.name: f"{one.dtype} {list(one.shape)}" for one in each} for each in (new, old)]
+    for name in sorted({*known[0], *known[1]}):
+        got, want = (each.get(name, "no such tensor") for each in known)
+        if got != want:
+            raise make_unfit_error(name, f"{got} in {new_path}", f"{want}, as in {old_path}", new_path, out)
+
+
+def make_unfit_error(name: str | None, got: str | None, want: str, new_path: str, out: str) -> UsageError:
+    """Return the error for a tensor whose change a delta cannot contain."""
+    return UsageError(
+        f"{name}: a delta only has changed values of the same tensors",
+        tensor=name,
+        got=got,
+        want=want,
+        next_step=f"write {new_path} whole, as a gather to {out} does: it begins a new chain",
+    )
+
+
+def write_delta(
+    team: Team,
+    sides: tuple[Side, Side],
+    facts: DeltaFacts,
+    described: StoredModel,
+    out: str,
+    options: GatherOptions,
+    check: Callable[[], object],
+    *,
+    command: str,
+    started: float,
+    notes: Sequence[tuple[str, str]] = (),
+    progress: Callable[[int, int], None] | None = None,
+    timeout_seconds: float = 1800.0,
+) -> Report:
+    """Write the delta between two models with all ranks of a team, which are together; each makes this call.
+
+    Args:
+        team: the ranks.
+        sides: the new and the old model, with equal outputs: all tensors of the model. Each rank reads its own share.
+        facts: of the version; the digests of the states are added.
+        described: the new model, for the manifest and the report.
+        out: the folder of the version.
+        options: buffers, threads, size of files, and what may be replaced.
+        check: raises if the models have changed meanwhile; called once this rank has read its share.
+        command: name of the command in the report.
+        started: when it began, on the monotonic clock.
+        notes: for the report.
+        progress: called on the first rank with (bytes compared, bytes in all), estimated from its own.
+        timeout_seconds: how long a rank may be silent.
+
+    Returns:
+        The report; other ranks than the first do not know digests and counts.
+    """
+    outputs = [file.tensors[0].output for file in sides[0].plan.files]
+    _check_sizes(outputs, facts, out)
+    numbers = _deal(outputs, team.size)[team.position]
+    total, done = sum(output.nbytes for output in outputs), [0]
+
+    def count(nbytes: int) -> None:
+        done[0] += nbytes
+        if progress is not None and team.is_first:
+            progress(min(total, done[0] * team.size), total)
+
+    def make() -> Bodies:
+        memory, workers, failures = options.max_memory_nbytes, options.num_workers, team.make_failure_check()
+        bodies = make_bodies(
+            sides, numbers, facts.encoding, facts.checksum, memory, workers, cancelled=failures, progress=count
+        )
+        check()
+        return bodies
+
+    made, _ = team.agree("the changes", make, lambda _: None, lambda _, __: None)
+    offer = MemoryOffer(
+        made.frames,
+        across_hosts=team.needs_ports,
+        addresses=team.addresses,
+        secret=team.secret,
+        is_alone=team.size == 1,
+    )
+    with closing(offer):
+        parts = share_offers(team, "all ranks' changes", offer, {"bodies": msgspec.to_builtins(made.found)})
+        bodies = [msgspec.convert(part["bodies"], list[Body]) for part in parts]
+        planned, ranks, views = _plan_folder(team.ranks, bodies, outputs, facts, described, options, notes)
+        source = PeerSource(
+            offer,
+            team.rank,
+            {rank: part["offer"] for rank, part in zip(team.ranks, parts, strict=True)},
+            ranks,
+            views,
+            check=team.make_failure_check(),
+            timeout_seconds=timeout_seconds,
+        )
+        with closing(source):
+            if team.size == 1:
+                written = make_once(planned, out, None, team, source)
+            else:
+                written = make_output(planned, source, out, None, team, planned.source.records.file)
+            team.meet("the end of the delta")
+    return _report(planned, written, [*chain.from_iterable(bodies)], facts, out, command, started)
+
+
+def _check_sizes(outputs: Sequence[OutputTensor], facts: DeltaFacts, out: str) -> None:
+    for one in outputs:
+        if facts.encoding == "overwrite" and one.nbytes > MAX_OVERWRITTEN_NBYTES:
+            raise UsageError(
+                f"{one.name} is too large for {option('encoding', 'overwrite')}, which counts bytes by 4 bytes",
+                tensor=one.name,
+                file=out,
+                got=f"{one.nbytes:,} bytes",
+                want=f"at most {MAX_OVERWRITTEN_NBYTES:,}",
+                next_step=f"give {option('encoding', 'xor')}",
+            )
+
+
+def _deal(outputs: Sequence[OutputTensor], num_ranks: int) -> list[list[int]]:
+    """Return the tensors of each rank, by number: the largest first, each to the rank with the fewest bytes."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for number in sorted(range(len(outputs)), key=lambda number: -outputs[number].nbytes):
+        least = loads.index(min(loads))
+        loads[least] += outputs[number].nbytes
+        shares[least].append(number)
+    return shares
+
+
+def _plan_folder(
+    ranks: Sequence[int],
+    bodies: Sequence[Sequence[Body]],
+    outputs: Sequence[OutputTensor],
+    facts: DeltaFacts,
+    described: StoredModel,
+    options: GatherOptions,
+    notes: Sequence[tuple[str, str]],
+) -> tuple[FolderPlan, list[int], list[int]]:
+    """Return the plan of the folder, whose records are the bodies, and the rank and the view of each record."""
+    everything = [*chain.from_iterable(bodies)]
+    states = [
+        state_digest({outputs[one.number].name: (*_kind(outputs[one.number]), digest) for one, digest in pairs})
+        for pairs in (
+            [(one, one.digest) for one in everything],
+            [(one, one.base_digest) for one in everything],
+        )
+    ]
+    facts = replace(facts, state=states[0], base_state=states[1])
+    rows = []
+    for position, own in enumerate(bodies):
+        changed = [one for one in own if one.nbytes]
+        rows += [(one.number, one, position, view) for view, one in enumerate(changed)]
+    rows.sort(key=lambda row: row[0])
+    shards, tensors, checksums = [], [], {}
+    for record, (number, one, position, _) in enumerate(rows):
+        name, nests = outputs[number].name, NestTable.from_nests([Nest(0, 0, ((one.nbytes, 1, 1),))])
+        shards.append(StoredShard(name, "U8", (one.nbytes,), int_array([ranks[position]]), int_array([record]), nests))
+        tensors.append(OutputTensor(name, "U8", (one.nbytes,)))
+        checksums[name] = one.checksum
+    files = int_array(position for _, _, position, _ in rows)
+    sizes = int_array(one.nbytes for _, one, _, _ in rows)
+    held = [int(sizes[files == position].sum()) for position in range(len(ranks))]
+    model = replace(
+        described,
+        files=tuple(SourceFile(memory_of(rank), size, rank, 0) for rank, size in zip(ranks, held, strict=True)),
+        records=RecordTable(files, np.zeros(len(rows), np.int64), sizes, np.full(len(rows), NO_CHECKSUM)),
+        shards=tuple(shards),
+        aliases={},
+        absent=(),
+        hashes=(),
+        padding_dropped={},
+    )
+    laid_out = lay_out(tensors, options.max_shard_nbytes, checksums=checksums) if tensors else ()
+    selection = Selection(tuple(tensors), {}, (), {}, ())
+    decision = Decision(FoundSource(model, None), model, options, None, None, None, selection)
+    plan = make_plan(model, laid_out)
+    planned = FolderPlan(decision, plan, selection, None, tuple(notes), {}, index=facts.to_metadata())
+    return planned, [ranks[position] for _, _, position, _ in rows], [view for _, _, _, view in rows]
+
+
+def _kind(output: OutputTensor) -> tuple[str, tuple[int, ...]]:
+    return output.dtype, output.shape
+
+
+def _report(
+    planned: FolderPlan,
+    written: WrittenOutput,
+    bodies: Sequence[Body],
+    facts: DeltaFacts,
+    out: str,
+    command: str,
+    started: float,
+) -> Report:
+    details = DeltaDetails(
+        version=facts.version,
+        base_version=facts.base_version,
+        encoding=facts.encoding,
+        checksum=facts.checksum,
+        num_compared=len(bodies),
+        num_changed=sum(1 for one in bodies if one.nbytes),
+        state=(planned.index or {})["xrank"]["state"],
+    )
+    return replace(folder_report(command, planned, written, out, started), details=details)
