@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TypeAlias
 
@@ -110,19 +110,20 @@ def make_delta(
         closing(open_source(plans[1].source)) as old_source,
     ):
 
-        def check() -> None:
+        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[Side, Side]]]:
+            yield numbers, (Side(plans[0], new_source), Side(plans[1], old_source))
             finish_hashes()
             new_source.check_unchanged()
             old_source.check_unchanged()
 
         return write_delta(
             Team(),
-            (Side(plans[0], new_source), Side(plans[1], old_source)),
+            outputs,
+            read,
             facts,
             plans[0].source,
             path,
             options,
-            check,
             command="delta make",
             started=started,
             notes=notes,

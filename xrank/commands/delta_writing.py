@@ -7,9 +7,10 @@ whose tensors the bodies are. From there on the folder is written as any model: 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import chain
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from xrank.engine.tensor_pairs import Side
 from xrank.errors import UsageError, option
 from xrank.formats.deltas import CHECKSUMS, ENCODINGS, MAX_OVERWRITTEN_NBYTES, DeltaFacts, state_digest, version_of
 from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest
+from xrank.layout.nests import Nest, canonical
 from xrank.layout.output_files import OutputTensor, Selection
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
@@ -85,17 +86,23 @@ def make_unfit_error(name: str | None, got: str | None, want: str, new_path: str
     )
 
 
+Batches: TypeAlias = Callable[[Sequence[int]], Iterable[tuple[Sequence[int], tuple[Side, Side]]]]
+"""Returns parts of some tensors, by number, each with the new and the old model; files of the plans have the same
+numbers. It may prepare the values of a part, and raises if a model has changed after the last."""
+
+
 def write_delta(
     team: Team,
-    sides: tuple[Side, Side],
+    outputs: Sequence[OutputTensor],
+    batches: Batches,
     facts: DeltaFacts,
     described: StoredModel,
     out: str,
     options: GatherOptions,
-    check: Callable[[], object],
     *,
     command: str,
     started: float,
+    units: Sequence[Sequence[int]] | None = None,
     notes: Sequence[tuple[str, str]] = (),
     progress: Callable[[int, int], None] | None = None,
     timeout_seconds: float = 1800.0,
@@ -104,14 +111,15 @@ def write_delta(
 
     Args:
         team: the ranks.
-        sides: the new and the old model, with equal outputs: all tensors of the model. Each rank reads its own share.
+        outputs: all tensors of the model.
+        batches: reads this rank's share of them.
         facts: of the version; the digests of the states are added.
         described: the new model, for the manifest and the report.
         out: the folder of the version.
         options: buffers, threads, size of files, and what may be replaced.
-        check: raises if the models have changed meanwhile; called once this rank has read its share.
         command: name of the command in the report.
         started: when it began, on the monotonic clock.
+        units: tensors, by number, that one rank must read together; None: each alone.
         notes: for the report.
         progress: called on the first rank with (bytes compared, bytes in all), estimated from its own.
         timeout_seconds: how long a rank may be silent.
@@ -119,9 +127,8 @@ def write_delta(
     Returns:
         The report; other ranks than the first do not know digests and counts.
     """
-    outputs = [file.tensors[0].output for file in sides[0].plan.files]
     _check_sizes(outputs, facts, out)
-    numbers = _deal(outputs, team.size)[team.position]
+    numbers = _deal(outputs, units or [[number] for number in range(len(outputs))], team.size)[team.position]
     total, done = sum(output.nbytes for output in outputs), [0]
 
     def count(nbytes: int) -> None:
@@ -131,11 +138,10 @@ def write_delta(
 
     def make() -> Bodies:
         memory, workers, failures = options.max_memory_nbytes, options.num_workers, team.make_failure_check()
-        bodies = make_bodies(
-            sides, numbers, facts.encoding, facts.checksum, memory, workers, cancelled=failures, progress=count
-        )
-        check()
-        return bodies
+        kind, made = (facts.encoding, facts.checksum), list[Bodies]()
+        for part, sides in batches(numbers):
+            made.append(make_bodies(sides, part, *kind, memory, workers, cancelled=failures, progress=count))
+        return Bodies([*chain(*(one.found for one in made))], [*chain(*(one.frames for one in made))])
 
     made, _ = team.agree("the changes", make, lambda _: None, lambda _, __: None)
     offer = MemoryOffer(
@@ -180,14 +186,15 @@ def _check_sizes(outputs: Sequence[OutputTensor], facts: DeltaFacts, out: str) -
             )
 
 
-def _deal(outputs: Sequence[OutputTensor], num_ranks: int) -> list[list[int]]:
-    """Return the tensors of each rank, by number: the largest first, each to the rank with the fewest bytes."""
+def _deal(outputs: Sequence[OutputTensor], units: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
+    """Return the tensors of each rank, by number: the largest unit first, each to the rank with the fewest bytes."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for number in sorted(range(len(outputs)), key=lambda number: -outputs[number].nbytes):
+    sizes = [sum(outputs[number].nbytes for number in unit) for unit in units]
+    for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
         least = loads.index(min(loads))
-        loads[least] += outputs[number].nbytes
-        shares[least].append(number)
+        loads[least] += sizes[index]
+        shares[least] += units[index]
     return shares
 
 
@@ -217,10 +224,9 @@ def _plan_folder(
     rows.sort(key=lambda row: row[0])
     shards, tensors, checksums = [], [], {}
     for record, (number, one, position, _) in enumerate(rows):
-        name, nests = outputs[number].name, NestTable.from_nests([Nest(0, 0, ((one.nbytes, 1, 1),))])
-        shards.append(StoredShard(name, "U8", (one.nbytes,), int_array([ranks[position]]), int_array([record]), nests))
-        tensors.append(OutputTensor(name, "U8", (one.nbytes,)))
-        checksums[name] = one.checksum
+        tensors.append(OutputTensor(outputs[number].name, "U8", (one.nbytes,)))
+        shards.append(make_whole_shard(tensors[-1], ranks[position], record))
+        checksums[outputs[number].name] = one.checksum
     files = int_array(position for _, _, position, _ in rows)
     sizes = int_array(one.nbytes for _, one, _, _ in rows)
     held = [int(sizes[files == position].sum()) for position in range(len(ranks))]
@@ -240,6 +246,13 @@ def _plan_folder(
     plan = make_plan(model, laid_out)
     planned = FolderPlan(decision, plan, selection, None, tuple(notes), {}, index=facts.to_metadata())
     return planned, [ranks[position] for _, _, position, _ in rows], [view for _, _, _, view in rows]
+
+
+def make_whole_shard(tensor: OutputTensor, rank: int, record: int) -> StoredShard:
+    """Return a tensor that is all of one record of a rank."""
+    nests = [canonical(Nest(0, 0, ((tensor.num_elements, 1, 1),)))] if tensor.num_elements else []
+    ranks, records = (int_array([one] * len(nests)) for one in (rank, record))
+    return StoredShard(tensor.name, tensor.dtype, tensor.shape, ranks, records, NestTable.from_nests(nests))
 
 
 def _kind(output: OutputTensor) -> tuple[str, tuple[int, ...]]:

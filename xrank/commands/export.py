@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from msgspec.structs import replace
 
+from xrank.commands.delta_writing import plan_version
 from xrank.commands.folder_filling import make_output
 from xrank.commands.report import begin_counting, folder_report, read_report, report_text, with_traffic
 from xrank.engine.report import Report
@@ -28,6 +29,7 @@ from xrank.ranks.team import (
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
 from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
 from xrank.recipes.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
+from xrank.storage import places
 from xrank.storage.staging import check_output
 from xrank.storage.url import clean_path
 
@@ -57,6 +59,7 @@ def export_model(
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
+    delta_from: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800,
@@ -83,6 +86,7 @@ def export_model(
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
+    delta_from: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800,
@@ -109,6 +113,7 @@ def export_model(
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int | None = None,
     overwrite: bool = False,
+    delta_from: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800,
@@ -152,6 +157,9 @@ def export_model(
         max_memory: bytes of each rank's buffers; None: ``"64MB"``. With `background`, bytes of the buffers and the
             copy; None: the copy may take this rank's share of the memory that its host has left.
         overwrite: whether an existing model may be replaced; unknown folders in it, and states of ranks, are refused.
+        delta_from: a folder, which all ranks see, of a model with the same tensors: `out`, ``deltas/weight_v000001``,
+            then gets what has changed since, as `xrank.make_delta` writes it, and no small files. Each rank compares
+            its share of the tensors.
         progress: called with (bytes written so far, bytes in all), on the first rank alone; an exception that it
             raises ends the call on all ranks.
         group: the ranks; None: all of the world. Only their store is used, no collective.
@@ -184,9 +192,13 @@ def export_model(
     await_background(name)
     team = find_group_team(group, path, timeout_seconds=timeout_seconds, call="export_model")
 
+    base = None if delta_from is None else places.enter(delta_from)
+
     def read_arguments() -> ModelRequest:
         raise_background_failure()
         check_types(layouts, mesh, config_overrides)
+        if base is not None:
+            plan_version(path, base)
         return ModelRequest(
             model_or_state_dict,
             GatherOptions(
@@ -210,6 +222,7 @@ def export_model(
             timeout_seconds,
             place=path,
             background=background,
+            delta_from=base,
         )
 
     # Other ranks read this rank's parts until all of them have left `together`, so the loan ends after it.
@@ -346,6 +359,23 @@ def _export(
     overwrite = request.options.overwrite
     model = lend_model(request, team, loan, part=part, check=lambda: check_output(out, overwrite=overwrite))
     with closing(model.source):
+        if request.delta_from is not None:
+            from xrank.commands.live_delta import export_delta  # whole models do not need this module
+
+            report = export_delta(
+                model.gather,
+                model.source,
+                model.holder,
+                request.delta_from,
+                out,
+                team,
+                started=started,
+                progress=progress,
+                timeout_seconds=request.timeout_seconds,
+            )
+            if not team.is_first:
+                return read_report(team.broadcast("report"))
+            return read_report(team.broadcast("report", report_text(with_traffic(report, before))))
         written = make_output(model.gather, model.source, out, progress, team, model.holder)
         if not team.is_first:
             return read_report(team.broadcast("report"))

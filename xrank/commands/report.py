@@ -16,6 +16,7 @@ from xrank.dtypes import DTYPES, dtype
 from xrank.engine.executor import factors_nbytes
 from xrank.engine.planner import Plan
 from xrank.engine.report import (
+    DeltaDetails,
     FileFacts,
     OutputFacts,
     ProofFacts,
@@ -106,13 +107,19 @@ def file_facts(plan: Plan) -> list[FileFacts]:
     ]
 
 
-_FACTS = {"source": SourceFacts, "proof": ProofFacts, "output": OutputFacts, "traffic": TrafficFacts}
+_FACTS = {
+    "source": SourceFacts,
+    "proof": ProofFacts,
+    "output": OutputFacts,
+    "traffic": TrafficFacts,
+    "details": DeltaDetails,
+}
 
 
 def report_text(report: Report) -> str:
     """Return an export's report as text for other ranks."""
     parts = {name: getattr(report, name) for name in ("command", "path", "seconds", "peak_rss_nbytes", "notes")}
-    facts = {name: one.to_dict() for name in _FACTS if (one := getattr(report, name)) is not None}
+    facts = {name: one.to_dict() for name in _FACTS if (one := getattr(report, name))}
     return json.dumps({**parts, **facts})
 
 

@@ -24,7 +24,8 @@ from xrank.engine.encodings import EncodingError, errors_of
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import make_checksums
 from xrank.engine.planner import FilePlan, Plan, TensorPlan
-from xrank.engine.transforms import TransformedTensor, Transforms
+from xrank.engine.tensor_target import make_whole_tensors
+from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
 from xrank.engine.windows import RecordChecksums
 from xrank.errors import UsageError, option
 from xrank.layout.stored_model import NO_CHECKSUM
@@ -105,6 +106,26 @@ def encode_into(
         memory[tensor.outputs[number].name][first : first + len(data)] = data
 
     encode_tensors(transforms, numbers, source, budget, put, maxima=maxima, cancelled=cancelled)
+
+
+def make_transformed_tensors(
+    transforms: Transforms,
+    tensors: Sequence[TransformedTensor],
+    source: Source,
+    budget: Budget,
+    made: Mapping[str, torch.Tensor],
+) -> None:
+    """Make what replaces these tensors, by bands or by the caller's function, in the tensors of the outputs' names."""
+    encoded = [one.number for one in tensors if one.encoding is not None]
+    if encoded:
+        encode_into(transforms, encoded, source, budget, made)
+    if transforms.function is None:
+        return
+    for one in tensors:
+        (whole,) = make_whole_tensors(transforms.sources, source, budget, [one.number])
+        results = apply_transform(transforms.function, one.name, whole, one.outputs)
+        for output, result in zip(one.outputs, results, strict=True):
+            made[output.name].copy_(result.detach())
 
 
 def budget_of_bands(sources: Plan, numbers: Sequence[int], budget: Budget) -> Budget:

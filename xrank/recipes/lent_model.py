@@ -109,6 +109,8 @@ class ModelRequest(Struct, frozen=True, eq=False):
     """Path of the output, if there is one."""
     background: bool = False
     """Whether the ranks copy their parts and convert the copies while their callers go on."""
+    delta_from: str | None = None
+    """Path of the folder of which the output is a delta; None: the output is a whole model."""
     takers: str | None = None
     """Ranks that get tensors: ``"first"`` or ``"all"``; None: the output is a folder."""
 
@@ -136,6 +138,7 @@ class ModelRequest(Struct, frozen=True, eq=False):
             "transform": None if self.transform is None else "a function",
             "layouts.aliases": value_text(aliases),
             "background": str(self.background),
+            "delta_from": path_text(self.delta_from),
             "ranks": self.takers,
         }
 

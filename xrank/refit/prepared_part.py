@@ -17,11 +17,10 @@ import numpy as np
 from msgspec import Struct
 
 from xrank import dtypes
-from xrank.engine.encoded_tensors import encode_into
+from xrank.engine.encoded_tensors import make_transformed_tensors
 from xrank.engine.executor import Budget
 from xrank.engine.planner import TensorPlan
-from xrank.engine.tensor_target import make_whole_tensors
-from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
+from xrank.engine.transforms import TransformedTensor, Transforms
 from xrank.errors import UsageError
 from xrank.ranks.loans import PeerSource
 from xrank.ranks.memory import LocalBytes, local_bytes
@@ -67,16 +66,7 @@ class PreparedPart(Struct, eq=False):
             copy.copy_(tensor)
         if self.transforms is not None:
             budget = Budget.from_memory(_BUFFERS_NBYTES, default_workers())
-            encoded = [one.number for one in self.transformed if one.encoding is not None]
-            if encoded:
-                encode_into(self.transforms, encoded, self.own_source, budget, self.made)
-            for one in self.transformed:
-                if self.transforms.function is None:
-                    break
-                (made,) = make_whole_tensors(self.transforms.sources, self.own_source, budget, [one.number])
-                results = apply_transform(self.transforms.function, one.name, made, one.outputs)
-                for output, result in zip(one.outputs, results, strict=True):
-                    self.made[output.name].copy_(result.detach())
+            make_transformed_tensors(self.transforms, self.transformed, self.own_source, budget, self.made)
 
     def close(self) -> None:
         """Close all connections to other ranks."""
