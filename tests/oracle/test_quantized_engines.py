@@ -34,6 +34,8 @@ REFUSED = {
     "MXFP8": "Failed to find a kernel that can implement the MXFP8 linear layer",
 }
 """Scheme -> the words in which vLLM 0.32 on a CPU refuses it, whatever the model."""
+UNSERVED = {"deepseek-v3": "No Int8 MoE backend supports", "qwen3-vl": "Model architectures ['Qwen3VLFor"}
+"""Model -> the words in which it refuses int8; the other one needs torchvision, of which there is no matching build."""
 
 
 class Folders:
@@ -118,6 +120,7 @@ def test_vllm_generates_the_same_tokens(folders: Folders, tmp_path: Path, name: 
     for scheme, (made, wanted) in pairs.items():
         print(name, scheme, found[str(made)].get("error", "loads"))
         assert found[str(made)] == found[str(wanted)], scheme
-    assert "tokens" in found[str(pairs["W8A8"][0])]
-    for scheme, words in REFUSED.items():
+    int8 = found[str(pairs["W8A8"][0])]
+    assert "tokens" in int8 if name not in UNSERVED else UNSERVED[name] in int8["error"]
+    for scheme, words in REFUSED.items() if name != "qwen3-vl" else ():
         assert words in found[str(pairs[scheme][0])]["error"]
