@@ -159,7 +159,7 @@ def make_plan(
     """
     shards = {shard.name: shard for shard in source.shards}
     whole: dict[str, tuple[Copies, Copies, dict[int, str]]] = {}
-    alike: _Alike = {}
+    alike: Alike = {}
 
     def plan_tensor(output: OutputTensor) -> TensorPlan:
         shard = shards[output.name]
@@ -220,11 +220,11 @@ def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None
         )
 
 
-_Alike: TypeAlias = dict[tuple[int, int, tuple[int, ...]], tuple[Copies, Copies, CoverageFault | None]]
+Alike: TypeAlias = dict[tuple[int, int, tuple[int, ...]], tuple[Copies, Copies, CoverageFault | None]]
 """Copies, replicas and fault of tensors with the same tables, by these tables' ids; a row stands for its record."""
 
 
-def divide_replicas(shard: StoredShard, source: StoredModel, alike: _Alike | None = None) -> tuple[Copies, Copies]:
+def divide_replicas(shard: StoredShard, source: StoredModel, alike: Alike | None = None) -> tuple[Copies, Copies]:
     """Return the pieces that make a tensor, proven to cover it exactly once, and the pieces that repeat them.
 
     If several ranks hold a piece for the same place, the lowest rank's is copied. `alike` keeps what further tensors of

@@ -282,6 +282,12 @@ class PeerRank:
                 sleep(PAUSE_SECONDS)
         raise self.make_error("its outcome is damaged")
 
+    def read_view(self, view: int, start: int, into: memoryview) -> None:
+        """Fill `into` from a byte of a view on, counted from the last view, the status, at -1; errors as `read`."""
+        with self._lock:
+            self._check_alive()
+            self._bring(len(self._offer.nbytes) + view, into.cast("B"), start)
+
     def make_error(self, cause: str) -> RankFailedError:
         """Return the error that names this rank."""
         return make_failure(self.role, self.rank, cause, self._offer.host, self._offer.pid)
@@ -293,11 +299,11 @@ class PeerRank:
             self._connection = None
         self._offer.close()
 
-    def _bring(self, view: int, into: memoryview) -> None:
+    def _bring(self, view: int, into: memoryview, start: int = 0) -> None:
         offer = self._offer
         if offer.memory is not None:
             try:
-                offer.memory.read_into(int(offer.addresses[view]), into)
+                offer.memory.read_into(int(offer.addresses[view]) + start, into)
             except LendingEndedError:
                 raise self.make_error("its process ended, or no longer lends its memory") from None
             except UnreadableMemoryError:
@@ -306,7 +312,7 @@ class PeerRank:
                 return
         known, self._connection = self._connection, None
         try:
-            self._connection = read_view(known, offer.place, view, 0, into, self._tick)
+            self._connection = read_view(known, offer.place, view, start, into, self._tick)
         except (PeerGoneError, PeerRefusalError) as error:
             raise self.make_error(str(error)) from None
 
@@ -405,7 +411,7 @@ class EngineRanks:
     """The other ranks of this engine, by their statuses: ranks of an engine take a step all together or not at all."""
 
     def __init__(self, block: StatusBlock, peers: Sequence[PeerRank]) -> None:
-        self._block, self._peers = block, peers
+        self._block, self.peers = block, peers
 
     def find_round(self) -> int:
         """Return the number of this rank's next call.
@@ -413,13 +419,13 @@ class EngineRanks:
         Ranks that have failed may have repeated their calls before this rank made its own: it joins them. They cannot
         have committed a step without this rank. `check` finds ranks that cannot be read.
         """
-        statuses = [peer.try_read() for peer in self._peers]
+        statuses = [peer.try_read() for peer in self.peers]
         return max(self._block.value.round + 1, *(status.round for status in statuses if status is not None), 0)
 
     def check(self) -> None:
         """Raise if another rank has failed in this call of `update`, has ended, or is stopped."""
         own = self._block.value.round
-        for peer in self._peers:
+        for peer in self.peers:
             status = peer.read()
             if status.phase is Phase.ENDED or status.round == own:
                 check_phase(peer, status)
@@ -432,7 +438,7 @@ class EngineRanks:
         A rank that holds a step leaves it only for a newer one of another rank. So if each rank was seen with the same
         step, even one after the other, all of them keep it.
         """
-        waiting = list(self._peers)
+        waiting = list(self.peers)
         while waiting:
             for peer in list(waiting):
                 status = peer.read()
@@ -456,11 +462,11 @@ class EngineRanks:
             status = peer.try_read()
             return status is not None and status.phase is Phase.DONE and status.round == own
 
-        wait_while(self._peers, looks_for_it, end=monotonic() + _LEAVE_SECONDS)
+        wait_while(self.peers, looks_for_it, end=monotonic() + _LEAVE_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""
-        for peer in self._peers:
+        for peer in self.peers:
             peer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import Struct
 
 from xrank.engine.transforms import Transform
+from xrank.engine.value_digests import digest_parts
 from xrank.errors import (
     ContradictionError,
     CorruptError,
@@ -32,10 +34,10 @@ from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
 from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
-from xrank.recipes.options import GatherOptions, dtype_choice
+from xrank.recipes.options import GatherOptions, default_workers, dtype_choice
 from xrank.recipes.quantization import Quantization
 from xrank.recipes.sources import open_base_model
-from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks
+from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (
     EngineParts,
     EngineWatch,
@@ -52,6 +54,7 @@ from xrank.refit.peers import (
     wait_while,
 )
 from xrank.refit.prepared_part import PreparedPart, prepare_part
+from xrank.refit.proof import DigestTable, HeldPart, find_lent
 from xrank.refit.targets import MemoryPlaces, count_versions, find_moved, list_places
 from xrank.words import list_text, plural
 
@@ -92,6 +95,7 @@ def offer_weights(
     quantize_ignore: str | Sequence[str] = (),
     dialect: str | None = None,
     snapshot: bool = False,
+    proof: bool = False,
     wire: str | None = None,
     on_engine_failure: str = "report",
     group: ProcessGroup | None = None,
@@ -120,6 +124,8 @@ def offer_weights(
         dialect: the names of the quantized tensors.
         snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
+        proof: whether `publish` digests what is lent, for engines of ``take_weights(..., proof=True)``. It takes a pass
+            over this rank's bytes.
         wire: ``"mooncake"``: engines may copy by Mooncake's transfer engine, too, if they ask for it; its ports demand
             no token. None: the kernel copies on one host, sockets between hosts.
         on_engine_failure: what `publish` does when engine ranks fail or end. ``"report"``: it names them in its report
@@ -177,6 +183,7 @@ def offer_weights(
         return {
             **request.describe(),
             "snapshot": str(snapshot),
+            "proof": str(proof),
             "quantization": repr(transform) if isinstance(transform, Quantization) else None,
             "wire": wire,
             "on_engine_failure": on_engine_failure,
@@ -187,13 +194,13 @@ def offer_weights(
             request, _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
             options = request.options
             is_prepared = request.transform is not None or options.quantize is not None or options.dtype != "keep"
-            part = OwnPart(team, is_snapshot=snapshot, is_prepared=is_prepared)
+            part = OwnPart(team, is_snapshot=snapshot, is_prepared=is_prepared, has_proof=proof)
             parts = _lend(request, team, loan, part, place, by_mooncake=is_mooncake(wire, "offer_weights"))
-            registration = _register(
-                place, team, request, parts, () if part.prepared is None else part.prepared.dropped
-            )
+            dropped = () if part.prepared is None else part.prepared.dropped
+            registration = _register(place, team, request, parts, dropped, has_proof=proof)
+            loan.callback(place.remove, registration)
+            part.plan_digests(registration)
         siblings = open_siblings("trainer", team, parts)
-        loan.callback(place.remove, registration)
         ranks = TrainerRanks(part.block, part.outcomes, siblings, is_first=team.is_first)
         raises = on_engine_failure == "raise"
         return WeightsOffer(
@@ -205,10 +212,14 @@ def offer_weights(
 class OwnPart:
     """This rank's tensors: lent in place, copied aside for each step, or prepared (cast, quantized, transformed)."""
 
-    def __init__(self, team: Team, *, is_snapshot: bool, is_prepared: bool) -> None:
+    def __init__(self, team: Team, *, is_snapshot: bool, is_prepared: bool, has_proof: bool) -> None:
         self.rank, self.is_snapshot, self.is_prepared, self._team = team.rank, is_snapshot, is_prepared, team
         self.block, self.outcomes = StatusBlock(RankStatus(committed=-1)), OutcomeBlock()
+        self.table = DigestTable() if has_proof else None
+        self._digested: list[HeldPart] = []
         self.prepared: PreparedPart | None = None
+        self.lent: Sequence[LocalBytes] = ()
+        """What engines read."""
         self.tensors: Sequence[torch.Tensor] = ()
         self._copies: Sequence[LocalBytes] = ()
         self.check: Callable[[], object] = lambda: None
@@ -228,6 +239,22 @@ class OwnPart:
             row = copy.find_row(0, copy.nbytes) if copy.nbytes else None
             if row is not None:
                 local_bytes(tensor).read_into(0, row)
+
+    @property
+    def shown(self) -> list[LocalBytes]:
+        """What others read behind the tensors: digests, if there are any, outcomes, and the status."""
+        return [*([] if self.table is None else [self.table]), self.outcomes, self.block]
+
+    def plan_digests(self, registration: RankRegistration) -> None:
+        """Find the parts of the model that this rank digests at each step."""
+        if self.table is not None:
+            self._digested = find_lent(read_trainer_model(registration), self.rank, self.lent)
+
+    def digest(self, step: int) -> None:
+        """Digest the values that are lent for a step, and show the result."""
+        if self.table is not None:
+            blocks = digest_parts([one.part for one in self._digested], default_workers())
+            self.table.write((0, 0, step), self._digested, blocks)
 
     def synchronize(self) -> None:
         """Wait for the work that is queued on the tensors' devices."""
@@ -254,7 +281,8 @@ def _lend(
     located = locate_part(request, team, part.view)
     check = partial(_check_no_trainer, place)
     if not part.is_prepared:
-        located = ModelPart(located.description, [*located.views, part.outcomes, part.block], located.config)
+        part.lent = located.views
+        located = ModelPart(located.description, [*located.views, *part.shown], located.config)
         lent = lend_model(request, team, loan, part=located, check=check, across_hosts=True, by_mooncake=by_mooncake)
         lent.source.close()  # no rank reads another one's part any more
         return list(lent.parts)
@@ -268,8 +296,8 @@ def _lend(
         lambda _, __: None,
     )
     loan.callback(prepared.close)
-    views = [*prepared.views, part.outcomes, part.block]
-    offer = MemoryOffer(views, across_hosts=True, by_mooncake=by_mooncake, secret=team.secret)
+    part.lent = prepared.views
+    offer = MemoryOffer([*prepared.views, *part.shown], across_hosts=True, by_mooncake=by_mooncake, secret=team.secret)
     loan.callback(offer.close)
     content = {**lent.parts[team.position], "model": prepared.description}
     parts = share_offers(team, "the lent tensors", offer, content)
@@ -304,23 +332,29 @@ def _register(
     request: ModelRequest,
     parts: Sequence[Mapping[str, Any]],
     dropped: Sequence[str],
+    *,
+    has_proof: bool,
 ) -> RankRegistration:
-    """Register the trainer on the first rank, and return the registration on every rank."""
-    made = None
-    if team.is_first:
-        base = None if request.base_model is None else open_base_model(request.base_model)
-        content = {
-            "ranks": list(team.ranks),
-            "parts": list(parts),
-            "recipe": path_text(request.recipe),
-            "aliases": {} if request.layouts is None else dict(request.layouts.aliases),
-            "config": None if base is None else base.config,
-            "names": [] if base is None else list(base.tensors),
-            "dropped": list(dropped),
-        }
-        made = place.register_trainer(content)
+    """Register the trainer on the first rank, and return the registration on every rank.
+
+    Other ranks know its content if they must find what they digest.
+    """
+    base = None if request.base_model is None or not team.is_first else open_base_model(request.base_model)
+    named = {"config": None if base is None else base.config, "names": [] if base is None else list(base.tensors)}
+    if has_proof:
+        named = json.loads(team.broadcast("the base model's names", json.dumps(named) if team.is_first else None))
+    content = {
+        "ranks": list(team.ranks),
+        "parts": list(parts),
+        "recipe": path_text(request.recipe),
+        "aliases": {} if request.layouts is None else dict(request.layouts.aliases),
+        **named,
+        "dropped": list(dropped),
+        "proof": has_proof,
+    }
+    made = place.register_trainer(content) if team.is_first else None
     offer_id = team.broadcast("the offer's registration", None if made is None else made.id)
-    return made or RankRegistration(offer_id, {}, place.trainer_path)
+    return made or RankRegistration(offer_id, content, place.trainer_path)
 
 
 class WeightsOffer:
@@ -475,6 +509,7 @@ class WeightsOffer:
         versions = self._part.count_versions()
         if self._part.prepared is not None:
             self._refill(step, deadline)
+        self._part.digest(step)
         self._set(Phase.OPEN, step)
         self._wait_for_fills(step, deadline)
         pause, next_look = Pause(), 0.0
@@ -507,6 +542,7 @@ class WeightsOffer:
         self._set(Phase.CLOSED, self._block.value.step)
         versions = self._part.count_versions()
         self._refill(step, deadline)
+        self._part.digest(step)
         self._set(Phase.STEADY, step)
         self._wait_for_fills(step, deadline)
         self._check_values(versions, step)

@@ -66,6 +66,16 @@ from xrank.refit.peers import (
     open_siblings,
     open_source,
 )
+from xrank.refit.proof import (
+    TRAINER_VIEW,
+    EngineProof,
+    Proof,
+    ProofPlan,
+    RankDigests,
+    compare,
+    plan_proof,
+    wait_for_tables,
+)
 from xrank.refit.targets import (
     LoaderTarget,
     MemoryPlaces,
@@ -73,6 +83,7 @@ from xrank.refit.targets import (
     TargetPlan,
     Transfer,
     UpdateReport,
+    find_moved,
     make_report,
     make_transfer,
 )
@@ -103,6 +114,7 @@ class TrainerLink(Struct, eq=False):
     """The places of this rank's tensors that the plan has."""
     plan_seconds: float
     loan: ExitStack
+    proof: ProofPlan | None
     held_step: int = -1
     """The last step taken from this trainer."""
     is_over: bool = False
@@ -174,6 +186,11 @@ class TrainerLink(Struct, eq=False):
                 if place.find_trainer_id() not in (None, self.registration.id):
                     return None
             pause()
+
+    def read_digests(self, step: int) -> list[RankDigests]:
+        """Return the digests that the trainer's ranks lend; the step's, unless they have closed it meanwhile."""
+        found = [RankDigests.read_peer(peer, TRAINER_VIEW) for peer in self.peers]
+        return [one for one in found if one is not None and one.stamp == (0, 0, step)]
 
     def wait_for_confirmation(self, before: Sequence[RankStatus], check: Callable[[], object]) -> bool:
         """Wait until all ranks confirm the bytes that were read; return False if they have closed the step."""
@@ -483,6 +500,7 @@ def take_weights(
     mesh: Any = None,
     loader: Loader | None = None,
     relay: bool = False,
+    proof: bool = False,
     max_memory: str | int = "64MB",
     wire: str | None = None,
     group: ProcessGroup | None = None,
@@ -505,6 +523,9 @@ def take_weights(
             it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
         relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
             Each update then computes digests of the rank's bytes.
+        proof: whether each update compares digests of the engine's tensors with those of a trainer that was made with
+            ``offer_weights(..., proof=True)``, and `TakenWeights.check` can find later changes. It takes a pass over
+            the rank's bytes.
         max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
         wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
             None: the kernel copies on one host, sockets between hosts.
@@ -549,6 +570,7 @@ def take_weights(
         return {
             "call": "take_weights",
             "relay": str(relay),
+            "proof": str(proof),
             "address": place.path,
             "max_memory": f"{made[1]:,} bytes",
             "wire": wire,
@@ -558,7 +580,9 @@ def take_weights(
         with team.together():
             (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, team.check_alike)
             block = StatusBlock()
-            offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
+            prover = EngineProof(team.rank) if proof else None
+            views = [block] if prover is None else [prover.table, block]
+            offer = MemoryOffer(views, across_hosts=True, secret=team.secret)
             loan.callback(offer.close)
             parts = share_offers(team, "the engine's ranks", offer, {})
             own = parts[team.position]["offer"]
@@ -568,9 +592,20 @@ def take_weights(
         lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
         ranks = EngineRanks(block, open_siblings("engine", team, parts))
         return TakenWeights(
-            place, made, block, offer, ranks, loan.pop_all(), by_mooncake, nbytes, team.rank, engine, lender
+            place, made, block, offer, ranks, loan.pop_all(), by_mooncake, nbytes, team.rank, engine, lender, prover
         )
     raise AssertionError
+
+
+class CheckReport(Struct, frozen=True):
+    """The result of `TakenWeights.check` on one engine rank."""
+
+    step: int
+    num_tensors: int
+    """Tensors of which this rank holds values that were compared."""
+    nbytes: int
+    """Bytes of these values."""
+    seconds: float
 
 
 class TakenWeights:
@@ -589,10 +624,14 @@ class TakenWeights:
         number: int,
         engine: str,
         relay: Relay | None,
+        proof: EngineProof | None,
     ) -> None:
         self._place, self._target, self._block, self._offer = place, target, block, offer
         self._siblings, self._loan, self._by_mooncake = siblings, loan, by_mooncake
         self._max_memory_nbytes, self._number, self._engine, self._relay = max_memory_nbytes, number, engine, relay
+        self._proof, self._proven = proof, Proof()
+        self._checked_places: MemoryPlaces = {}
+        """Places of the tensors that `check` compares."""
         self._link: TrainerLink | None = None
         self._is_closed = False
         self._is_writing = False
@@ -625,7 +664,8 @@ class TakenWeights:
             RankFailedError: a rank of the trainer or of this engine has failed, ended or was stopped. `step` is None
                 if the tensors are undefined; the next call takes a whole step again.
             RankTimeoutError: no new step became visible in time, or a rank does not answer.
-            ContradictionError: the trainer has changed its weights while they were visible.
+            ContradictionError: the trainer has changed its weights while they were visible; or, with ``proof=True``,
+                the engine does not hold the trainer's values: it names tensor, rank and rows, and `step` is None.
             XrankError: as `xrank.load_model`, before a tensor changes.
         """
         return self._call(lambda deadline: self._update(step, deadline), timeout_seconds)
@@ -658,6 +698,52 @@ class TakenWeights:
             7
         """
         return self._call(self._copy_from_engines, timeout_seconds)
+
+    @names_own_arguments
+    def check(self) -> CheckReport:
+        """Prove that this rank's tensors still have the values of the last update; other ranks make calls of their own.
+
+        It digests all that copies have filled, tensors that were cast included, and compares with the update's digests.
+        Tensors that a loader took whole, and elements that are padding, are not digested.
+
+        Raises:
+            UsageError: the weights were taken without ``proof=True``, or no step is held.
+            ContradictionError: values have changed, or a tensor has other memory; it names tensor, rank and rows.
+
+        Example:
+            >>> import torch, xrank
+            >>> served = {"weight": torch.zeros(8, 2)}
+            >>> offer = xrank.offer_weights({"weight": torch.ones(8, 2)}, "refit", snapshot=True, proof=True)
+            >>> weights = xrank.take_weights(served, "refit", proof=True)
+            >>> _ = offer.publish(7)
+            >>> list(weights.update().digests), weights.check().num_tensors
+            (['weight'], 1)
+            >>> served["weight"][3, 1] = 0
+            >>> try:
+            ...     weights.check()
+            ... except xrank.errors.ContradictionError as error:
+            ...     print(error)
+            weight: engine rank 0 does not hold what it took in rows 3-3
+            >>> weights.close(); offer.close()
+        """
+        if self._proof is None or self.step is None or self._is_closed:
+            raise UsageError(
+                "there are no digests to compare with",
+                got="no proof" if self._proof is None else "no step is held",
+                want="a step that was taken with take_weights(..., proof=True)",
+                next_step="make the weights with proof=True, and call update first",
+            )
+        started, rank = monotonic(), self._number
+        if (moved := find_moved(self._checked_places, self._target.list_places())) is not None:
+            raise ContradictionError(
+                f"{moved[0]}: engine rank {rank} has another tensor in the place of the one that it filled",
+                tensor=moved[0],
+                rank=rank,
+                got=moved[2],
+                want=moved[1],
+                next_step="find what replaces the engine's weights, and take a step again",
+            )
+        return CheckReport(self.step, *self._proof.check(), monotonic() - started)
 
     def close(self) -> None:
         """Stop taking weights: the trainer no longer waits for this rank. Further calls do nothing."""
@@ -722,6 +808,7 @@ class TakenWeights:
             copy_seconds = monotonic() - started
             self._block.update(phase=Phase.COPIED)
             check = partial(self._check, deadline, "the trainer's confirmation")
+            digests = [] if link.proof is None else link.read_digests(found)
             if not link.wait_for_confirmation(open_statuses, check):
                 if step is not None:
                     raise ContradictionError(
@@ -729,13 +816,21 @@ class TakenWeights:
                         next_step="let publish wait longer, and take the next step",
                     )
                 continue
+            if link.proof is not None and len(digests) < len(link.peers):
+                raise ContradictionError(
+                    f"the trainer's ranks show no digests of step {found}",
+                    got=f"{len(digests)} tables of {len(link.peers)} ranks",
+                    next_step="use the same version of xrank in both jobs",
+                )
             link.held_step = found
-            if self._commit(link.planned, found, link.number, deadline):
+            if self._commit(link.planned, found, link.number, deadline, link.proof, digests):
                 break
         plan_seconds = link.plan_seconds if self._planned else 0.0
         self._planned = False
         seconds = monotonic() - started
-        return make_report(found, link.planned, link.transfer, moved, (seconds, copy_seconds, plan_seconds))
+        return make_report(
+            found, link.planned, link.transfer, moved, (seconds, copy_seconds, plan_seconds), self._proven
+        )
 
     def _begin_writing(self, planned: TargetPlan, step: int, offer: int) -> None:
         self._is_writing = True
@@ -743,9 +838,22 @@ class TakenWeights:
         self._block.update(phase=Phase.READING, step=step, offer=offer, generation=generation)
         self._target.begin(planned)
 
-    def _commit(self, planned: TargetPlan, step: int, offer: int, deadline: Deadline) -> bool:
-        """Complete a step on all ranks of this engine; return False if another rank holds a newer one."""
+    def _commit(
+        self,
+        planned: TargetPlan,
+        step: int,
+        offer: int,
+        deadline: Deadline,
+        proof: ProofPlan | None,
+        digests: Sequence[RankDigests] | None,
+    ) -> bool:
+        """Complete a step on all ranks of this engine; return False if another rank holds a newer one.
+
+        The values are proven by the trainer's digests; None: there are none of this step.
+        """
         self._target.finish(planned)
+        if proof is not None and not self._prove(proof, step, offer, deadline, digests):
+            return False
         if self._relay is not None:
             self._relay.record(planned)
         self._block.update(phase=Phase.DONE, step=step, offer=offer)
@@ -753,6 +861,23 @@ class TakenWeights:
             return False
         self.step, self._held_offer, self._is_writing = step, offer, False
         self._block.update(phase=Phase.CLOSED, committed=self._block.value.round)
+        return True
+
+    def _prove(
+        self, plan: ProofPlan, step: int, offer: int, deadline: Deadline, digests: Sequence[RankDigests] | None
+    ) -> bool:
+        """Compare all ranks' values of a step with the trainer's; return False if another rank holds a newer one."""
+        assert self._proof is not None
+        self._block.update(phase=Phase.READING)  # the trainer need not confirm again
+        self._proven, self._checked_places = Proof(unproven=plan.unproven), self._target.list_places()
+        stamp = (self._block.value.round, offer, step)
+        self._proof.record(plan, stamp)
+        if digests is None:
+            return True
+        others = wait_for_tables(self._siblings.peers, stamp, lambda: self._check(deadline, "the other ranks"))
+        if others is None:
+            return False
+        self._proven = compare(plan, digests, [self._proof.read_own(), *others])
         return True
 
     def _copy_from_engines(self, deadline: Deadline) -> UpdateReport:
@@ -820,9 +945,11 @@ class TakenWeights:
             return None  # a rank has begun to write meanwhile
         if changed is not None:
             raise changed
-        if not self._commit(planned, step, offer, deadline):
+        proof = None if self._proof is None else plan_proof(planned, model, is_compared=False)
+        if not self._commit(planned, step, offer, deadline, proof, None):
             return None
-        return make_report(step, planned, transfer, moved, (monotonic() - ready, copied - ready, ready - started))
+        times = monotonic() - ready, copied - ready, ready - started
+        return make_report(step, planned, transfer, moved, times, self._proven)
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
         """Return the link to the present trainer; make one, with its plan, if this rank has none."""
@@ -867,8 +994,17 @@ class TakenWeights:
             for peer in peers:
                 peer.read()
             started = monotonic()
+            if self._proof is not None and not registration.content.get("proof"):
+                raise UsageError(
+                    f"the trainer at {self._place.path} makes no digests to compare with",
+                    file=registration.path,
+                    got="an offer without proof",
+                    want="offer_weights(..., proof=True)",
+                    next_step="give proof=True on both sides, or leave it out here",
+                )
             model = read_trainer_model(registration)
             planned = self._target.plan(model)
+            proof = None if self._proof is None else plan_proof(planned, model)
             source = open_source(
                 self._offer,
                 _OWN,
@@ -882,7 +1018,7 @@ class TakenWeights:
             # Each rank of the engine reads other replicas than its neighbors.
             transfer = make_transfer(planned, self._number, source, self._max_memory_nbytes)
             places, seconds = self._target.list_places(), monotonic() - started
-            return TrainerLink(registration, peers, planned, transfer, places, seconds, loan.pop_all())
+            return TrainerLink(registration, peers, planned, transfer, places, seconds, loan.pop_all(), proof)
         raise AssertionError
 
     def _copy(self, link: TrainerLink) -> int:

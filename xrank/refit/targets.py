@@ -39,6 +39,7 @@ from xrank.words import list_text
 if TYPE_CHECKING:
     import torch
 
+    from xrank.refit.proof import Proof
     from xrank.refit.recording import Fill, Loader
 
 
@@ -375,15 +376,21 @@ class UpdateReport(Struct, frozen=True):
     """Tensors that the engine's loader took whole because their way could not be recorded, and their bytes."""
     unused: tuple[str, ...]
     """Tensors of the trainer of which this rank holds no part."""
+    digests: Mapping[str, str]
+    """Tensor -> digest of the values that all ranks of the engine hold; it is that of the trainer's values. It has all
+    compared tensors of the engine; without ``proof=True`` none."""
+    unproven: Mapping[str, str]
+    """Tensor of this rank that ``proof=True`` has not compared -> the reason."""
 
 
 def make_report(
-    step: int, planned: TargetPlan, transfer: Transfer, moved: int, times: tuple[float, float, float]
+    step: int, planned: TargetPlan, transfer: Transfer, moved: int, times: tuple[float, float, float], proof: Proof
 ) -> UpdateReport:
     """Return the report of a step; `times` are the seconds of all work on it, of its copies, and of the planning."""
     direct = transfer.direct_nbytes if moved else 0
     whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
-    return UpdateReport(step, transfer.nbytes, moved, direct, *times, whole, planned.unused)
+    unused = planned.unused
+    return UpdateReport(step, transfer.nbytes, moved, direct, *times, whole, unused, proof.digests, proof.unproven)
 
 
 def make_transfer(planned: TargetPlan, number: int, source: PeerSource, max_memory_nbytes: int) -> Transfer:
