@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from xrank.commands.checkpoint import open_checkpoint
     from xrank.commands.clean import clean
     from xrank.commands.delta import make_delta
+    from xrank.commands.delta_applying import apply_deltas, inspect_deltas, verify_deltas
     from xrank.commands.export import export_model, save_model
     from xrank.commands.gather import gather_checkpoint
     from xrank.commands.inspect import inspect
@@ -37,12 +38,14 @@ __all__ = [
     "Quantization",
     "SharedMemoryWorkspace",
     "__version__",
+    "apply_deltas",
     "clean",
     "export_model",
     "gather_checkpoint",
     "get_configs_parallel",
     "get_tensors_parallel",
     "inspect",
+    "inspect_deltas",
     "iter_model",
     "load_model",
     "make_delta",
@@ -53,6 +56,7 @@ __all__ = [
     "save_model",
     "simulate",
     "take_weights",
+    "verify_deltas",
     "verify_model",
 ]
 
@@ -62,12 +66,14 @@ _HOMES = {
     "ObjectWorkspace": "workspace.objects",
     "Quantization": "recipes.quantization",
     "SharedMemoryWorkspace": "workspace.shared_memory",
+    "apply_deltas": "commands.delta_applying",
     "clean": "commands.clean",
     "export_model": "commands.export",
     "gather_checkpoint": "commands.gather",
     "get_configs_parallel": "workspace.parallel",
     "get_tensors_parallel": "workspace.parallel",
     "inspect": "commands.inspect",
+    "inspect_deltas": "commands.delta_applying",
     "iter_model": "commands.iterate",
     "load_model": "commands.load",
     "make_delta": "commands.delta",
@@ -78,6 +84,7 @@ _HOMES = {
     "save_model": "commands.export",
     "simulate": "virtual.simulation.simulation",
     "take_weights": "refit.receive",
+    "verify_deltas": "commands.delta_applying",
     "verify_model": "commands.verify",
 }
 

@@ -91,3 +91,81 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("changed", f"{changed}; {size} of {details['encoding']} bodies"),
         ("wrote", f"{report.path}: version {details['version']} on base {details['base_version']}"),
     ]
+
+
+_deltas = click.argument("deltas", nargs=-1, required=True, metavar="DIR...", type=PATH)
+
+
+@delta_command.command(
+    short_help="Make the model of a version, and follow the versions that come.",
+    examples=["delta apply model deltas -o engine", "delta apply model deltas/weight_v000001 -o step-1"],
+)
+@click.argument("base", metavar="BASE", type=PATH)
+@_deltas
+@click.option("-o", "--out", required=True, type=PATH, metavar="OUT", help="Folder of the model, or its URL.")
+@click.option("--version", type=click.IntRange(0), metavar="N", help="Version to make.  [default: the newest]")
+@click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
+@options.max_memory
+@options.workers
+@click.option("--overwrite", is_flag=True, help="Replace a model that this command has not made.")
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an old run.")
+@click.option("--verify", is_flag=True, help="Read the files back before they appear.")
+@options.allow_http
+@reporting
+def apply(output: Output, base: str, deltas: tuple[str, ...], out: str, **arguments: Any) -> None:
+    """Apply the versions in DIR to the model BASE, and write the model of the newest to OUT.
+
+    DIR are folders of versions, or one that contains them. Run again, the command replaces OUT by a newer version.
+    """
+    from xrank.commands.delta_applying import apply_deltas
+
+    with following_progress(output) as progress:
+        report = apply_deltas(base, deltas, out, progress=progress, **arguments)
+    details = report.details
+    if report.output is None:
+        rows = [("there", f"{report.path} has version {details['version']} already")]
+    else:
+        rows = [("applied", f"{plural(details['num_applied'], 'version')} to {details['base']}")]
+        rows = [*rows, ("wrote", f"{report.path}: version {details['version']}, {size_text(report.nbytes)}")]
+    output.report(report, rows)
+
+
+@delta_command.command(
+    short_help="Read versions and compare all their checksums.", examples=["delta verify model deltas"]
+)
+@click.argument("base", metavar="BASE", type=PATH)
+@click.argument("deltas", nargs=-1, metavar="[DIR]...", type=PATH)
+@options.workers
+@options.allow_http
+@reporting
+def verify(output: Output, base: str, deltas: tuple[str, ...], workers: int | None) -> None:
+    """Apply the versions in DIR to the model BASE without writing, and compare every checksum, digest and state.
+
+    Without DIR, the versions are in BASE, and the first of them is whole.
+    """
+    from xrank.commands.delta_applying import verify_deltas
+
+    report = verify_deltas(base if deltas else None, deltas or base, workers=workers)
+    details = report.details
+    counts = f"{plural(details['num_checksums'], 'checksum')}, {plural(details['num_digests'], 'digest')} good"
+    output.report(report, [("ok", f"{plural(len(details['versions']), 'version')}: {counts}")])
+
+
+@delta_command.command(short_help="List versions.", examples=["delta inspect deltas --json"])
+@_deltas
+@options.allow_http
+@reporting
+def inspect(output: Output, deltas: tuple[str, ...]) -> None:
+    """List the versions in DIR: what each changes, and how."""
+    from xrank.commands.delta_applying import inspect_deltas
+
+    report = inspect_deltas(deltas)
+    output.report(report, [(f"version {row['version']}", _describe(row)) for row in report.details["versions"]])
+
+
+def _describe(row: dict[str, Any]) -> str:
+    size = f"{plural(row['num_tensors'], 'tensor')}, {size_text(row['nbytes'])}"
+    if row["is_whole"]:
+        return f"whole: {size}"
+    step = "" if row["step"] is None else f", step {row['step']}"
+    return f"on {row['base_version']}{step}: {size} of {row['encoding']} bodies, {row['checksum']}"

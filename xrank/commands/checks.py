@@ -114,7 +114,10 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
         )
     # The manifest alone lists files in a folder within, such as an adapter's.
     apart = [name for name in listed if name.endswith(".safetensors") and "/" in name]
-    headers = [*read_headers(path), *(read_header(os.path.join(path, *name.split("/"))) for name in apart)]
+    headers = [
+        *read_headers(path, of_delta=True),
+        *(read_header(os.path.join(path, *name.split("/"))) for name in apart),
+    ]
     found = [os.path.relpath(header.path, path).replace(os.sep, "/") for header in headers]
     _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
     plan = plan_of_headers(headers)

@@ -36,6 +36,7 @@ from xrank.storage.manifest import (
     ManifestQuantization,
     ManifestSource,
     ManifestTensor,
+    ManifestVersion,
     manifest_blocks,
     tensor_line,
 )
@@ -54,11 +55,14 @@ def make_output(
     progress: Callable[[int, int], None] | None,
     team: Team,
     holder: IntArray | None = None,
+    *,
+    find_version: Callable[[], ManifestVersion] | None = None,
 ) -> WrittenOutput:
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
-    `holder` has the ranks that hold a live model's records, as in `Work`. Ranks other than the first return the facts
-    from the plan.
+    `holder` has the ranks that hold a live model's records, as in `Work`. `find_version` is called when all weights are
+    written, before the commit, and returns the version that the manifest records. Ranks other than the first return the
+    facts from the plan.
     """
     options = planned.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
@@ -91,7 +95,8 @@ def make_output(
             verify = options.overwrite if options.verify is None else options.verify
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
             whole = cast("FolderPlan | Reshard", planned)  # the first rank's
-            made = _write_lists(whole, work, stage, out, written, lines)
+            version = None if find_version is None else find_version()
+            made = _write_lists(whole, work, stage, out, written, lines, version)
             finish_hashes(stage)
             # The last moment to stop: after the commit the output is there, whichever rank has failed.
             team.check_failures()
@@ -108,6 +113,7 @@ def _write_lists(
     out: str,
     written: WrittenFiles,
     lines: Sequence[JournalLine],
+    version: ManifestVersion | None,
 ) -> list[FileFacts]:
     """Write a model's index, and the manifest last; return the weights' files for the report."""
     digests = {index: replace(d, name=stage.final_name(d.name)) for index, d in written.digests.items()}
@@ -141,6 +147,7 @@ def _write_lists(
         companions=[_small_file(line) for line in lines],
         cast=planned.selection.cast,
         notes=[list(note) for note in (*planned.notes, *written.notes)],
+        version=version,
         # The plan of a live model does not decide the output's bytes.
         plan=identify_output(planned.digest, {one.file: one.digest for one in lines}) if work.holder is None else None,
         **facts,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xrank.engine.buffers import FileSource
+from xrank.engine.buffers import OpenSource
 from xrank.engine.faults import COPY, find_owner
 from xrank.engine.made_records import Claims, RecordStream, ScratchFile
 from xrank.engine.windows import Read
@@ -22,7 +22,7 @@ from xrank.formats.deltas import BodyReader, Bytes, DamagedBodyError, new_checks
 from xrank.layout.stored_model import RecordChange, StoredModel
 
 if TYPE_CHECKING:
-    from xrank.engine.sources import DecodedSource, ObjectSource
+    from xrank.engine.sources import ObjectSource
 
 _CHUNK_NBYTES = 256 << 10
 """Bytes that all changes are applied to while they are in a core's own cache."""
@@ -40,9 +40,7 @@ class ChangedSource:
     CorruptError for a record that does not get the bytes whose checksum its version recorded.
     """
 
-    def __init__(
-        self, model: StoredModel, inner: FileSource | ObjectSource | DecodedSource, folder: str | None = None
-    ) -> None:
+    def __init__(self, model: StoredModel, inner: OpenSource, folder: str | None = None) -> None:
         self._model, self._inner = model, inner
         self._changes, self._nbytes = model.records.changed, model.records.nbytes
         self._scratch = ScratchFile(folder, sum(int(self._nbytes[one]) for one in self._changes), "changes are applied")
@@ -147,8 +145,8 @@ class ChangedSource:
 
     def _fetch_ahead(self, reads: Sequence[Read]) -> bool:
         """Let stores begin to send bytes; return whether there was room for all."""
-        inner = self._inner
-        return isinstance(inner, FileSource) or inner.objects is None or not reads or inner.announce(reads)
+        announce = None if self.objects is None else getattr(self._inner, "announce", None)
+        return announce is None or not reads or bool(announce(reads))
 
     def _find(self, record: int, nbytes: int) -> tuple[Bytes | None, int] | None:
         """Return a record in memory, or its place in the scratch file; count bytes of it as used."""

@@ -191,6 +191,28 @@ class DeltaDetails(Facts):
     num_changed: int = 0
 
 
+class AppliedDetails(Facts):
+    """A model to which versions were applied."""
+
+    version: int | None = None
+    earlier_version: int | None = None
+    """The version that the output had before; None without one."""
+    num_applied: int = 0
+    """Versions whose changes were applied in one pass."""
+    base: str | None = None
+    """The model to which they were applied: an earlier one, the output itself, or a version that is whole."""
+
+
+class ChainDetails(Facts):
+    """Versions of a model."""
+
+    versions: Sequence[Mapping[str, Any]] = ()
+    num_checksums: int = 0
+    """Checksums of tensors that were compared."""
+    num_digests: int = 0
+    """Digests of manifests that were compared."""
+
+
 class InspectDetails(Facts):
     """Facts that only ``xrank inspect`` shows."""
 

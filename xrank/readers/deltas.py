@@ -185,6 +185,11 @@ def read_held_version(folder: str) -> ManifestVersion | None:
         return None
 
 
+def read_whole(path: str) -> StoredModel:
+    """Return the model of a version that is whole."""
+    return HfFolderReader().read(path, Hints())
+
+
 def read_model_of(path: str, hints: Hints) -> StoredModel:
     """Return the model of a version that contains changes; errors as of `find_chain` and `read_chain`."""
     return read_chain(find_chain(path, hints.base_path), hints)
