@@ -159,7 +159,7 @@ def _pair(
     A tied name without a tensor of its own in the old folder is not among them; it is compared with its tensor.
     """
     new, old = sides
-    is_folder = old.model.format == HfFolderReader.name
+    is_folder = old.model.format in (HfFolderReader.name, "deltas")
     try:
         pair = pair_plain(new, old, recipe)
         ours, theirs = pair.ours, old.with_tied(old.model) if is_folder else pair.theirs

@@ -22,7 +22,7 @@ from xrank.engine.delta_bodies import Bodies, Body, make_bodies
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import make_plan
 from xrank.engine.report import DeltaDetails, Report
-from xrank.engine.tensor_pairs import Side
+from xrank.engine.tensor_pairs import Bytes, Side
 from xrank.errors import UsageError, option
 from xrank.formats.deltas import CHECKSUMS, ENCODINGS, MAX_OVERWRITTEN_NBYTES, DeltaFacts, state_digest, version_of
 from xrank.layout.nest_table import NestTable, int_array
@@ -103,6 +103,7 @@ def write_delta(
     command: str,
     started: float,
     units: Sequence[Sequence[int]] | None = None,
+    keep: Callable[[int, int, Bytes], object] = lambda number, low, new: None,
     notes: Sequence[tuple[str, str]] = (),
     progress: Callable[[int, int], None] | None = None,
     timeout_seconds: float = 1800.0,
@@ -120,6 +121,8 @@ def write_delta(
         command: name of the command in the report.
         started: when it began, on the monotonic clock.
         units: tensors, by number, that one rank must read together; None: each alone.
+        keep: called with each stretch that was compared: the tensor's number, the first byte, and the new bytes; by
+            any thread.
         notes: for the report.
         progress: called on the first rank with (bytes compared, bytes in all), estimated from its own.
         timeout_seconds: how long a rank may be silent.
@@ -128,7 +131,7 @@ def write_delta(
         The report; other ranks than the first do not know digests and counts.
     """
     _check_sizes(outputs, facts, out)
-    numbers = _deal(outputs, units or [[number] for number in range(len(outputs))], team.size)[team.position]
+    numbers = deal(outputs, units or [[number] for number in range(len(outputs))], team.size)[team.position]
     total, done = sum(output.nbytes for output in outputs), [0]
 
     def count(nbytes: int) -> None:
@@ -140,7 +143,7 @@ def write_delta(
         memory, workers, failures = options.max_memory_nbytes, options.num_workers, team.make_failure_check()
         kind, made = (facts.encoding, facts.checksum), list[Bodies]()
         for part, sides in batches(numbers):
-            made.append(make_bodies(sides, part, *kind, memory, workers, cancelled=failures, progress=count))
+            made.append(make_bodies(sides, part, *kind, memory, workers, keep, cancelled=failures, progress=count))
         return Bodies([*chain(*(one.found for one in made))], [*chain(*(one.frames for one in made))])
 
     made, _ = team.agree("the changes", make, lambda _: None, lambda _, __: None)
@@ -186,7 +189,7 @@ def _check_sizes(outputs: Sequence[OutputTensor], facts: DeltaFacts, out: str) -
             )
 
 
-def _deal(outputs: Sequence[OutputTensor], units: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
+def deal(outputs: Sequence[OutputTensor], units: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
     """Return the tensors of each rank, by number: the largest unit first, each to the rank with the fewest bytes."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks

@@ -5,9 +5,10 @@ Tensors that a quantization or a caller's function replaces are made before they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,22 +20,27 @@ from xrank.commands.delta_writing import (
     plan_version,
     write_delta,
 )
+from xrank.engine.buffers import OpenSource
 from xrank.engine.encoded_tensors import make_transformed_tensors
+from xrank.engine.executor import execute
 from xrank.engine.planner import Plan, make_plan, select_tensors
 from xrank.engine.replicas import prefer_own_copies
 from xrank.engine.report import Report
 from xrank.engine.sources import open_source
 from xrank.engine.tensor_pairs import Side
-from xrank.engine.tensor_target import empty_tensor
+from xrank.engine.tensor_target import TensorTarget, empty_tensor
 from xrank.engine.transforms import TransformedTensor
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import OutputFile, OutputTensor
-from xrank.layout.stored_model import NO_CHECKSUM, RecordTable
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.memory import local_bytes
 from xrank.ranks.team import Team
 from xrank.recipes.decision import FolderPlan, digest_of_plan
 from xrank.recipes.sources import read_source
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCH_NBYTES = 32 << 20
 """Bytes of made tensors that are in memory at once, unless one takes more."""
@@ -50,7 +56,7 @@ class LiveTensors:
         team: the ranks.
     """
 
-    def __init__(self, gather: FolderPlan, source: PeerSource, holder: IntArray, team: Team) -> None:
+    def __init__(self, gather: FolderPlan, source: OpenSource, holder: IntArray, team: Team) -> None:
         self._gather, self._source, self._transforms = gather, source, gather.transforms
         self.outputs = [replace(one, offset=0) for file in gather.plan.files for one in file.output.tensors]
         """Tensors of the folder; their places are their numbers."""
@@ -81,6 +87,16 @@ class LiveTensors:
                 nbytes += sum(output.nbytes for output in batch[-1].outputs)
             yield self._make(batch)
 
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill some units of tensors, by name, which are in a row on the CPU."""
+        filled = {number: tensors[one.name] for number, one in enumerate(self.outputs) if one.name in tensors}
+        made = [one for one in self._made if filled.keys() >= {*self._numbers[one.number]}]
+        plain = [number for number in filled if number not in {n for one in made for n in self._numbers[one.number]}]
+        budget = self._gather.options.budget
+        execute(self.plan, self._source, TensorTarget(filled), budget=budget, files=plain)
+        if self._transforms is not None:
+            make_transformed_tensors(self._transforms, made, self._source, budget, tensors)
+
     def _make(self, batch: Sequence[TransformedTensor]) -> tuple[Sequence[int], Side]:
         assert self._transforms is not None
         numbers = [number for one in batch for number in self._numbers[one.number]]
@@ -88,25 +104,27 @@ class LiveTensors:
         tensors = {output.name: empty_tensor(output) for output in outputs}
         budget = self._gather.options.budget
         make_transformed_tensors(self._transforms, batch, self._source, budget, tensors)
-        count = len(outputs)
-        model = replace(
-            self._gather.plan.source,
-            records=RecordTable(
-                np.zeros(count, np.int64),
-                np.zeros(count, np.int64),
-                np.array([output.nbytes for output in outputs], np.int64),
-                np.full(count, NO_CHECKSUM),
-            ),
-            shards=tuple(make_whole_shard(output, 0, record) for record, output in enumerate(outputs)),
-        )
-        files = list(self.plan.files)
-        for number, file in zip(
-            numbers, make_plan(model, [OutputFile.bare(one) for one in outputs]).files, strict=True
-        ):
-            files[number] = file
-        offer = MemoryOffer([local_bytes(tensors[one.name]) for one in outputs], is_alone=True)
-        source = PeerSource(offer, 0, {}, [0] * count, range(count), check=lambda: None, timeout_seconds=0)
-        return numbers, Side(Plan(model, tuple(files)), source)
+        side = make_local_side([tensors[output.name] for output in outputs], outputs)
+        files = dict(zip(numbers, side.plan.files, strict=True))
+        plan = replace(side.plan, files=tuple(files.get(number, one) for number, one in enumerate(self.plan.files)))
+        return numbers, Side(plan, side.source)
+
+
+def make_local_side(tensors: Sequence[torch.Tensor], outputs: Sequence[OutputTensor]) -> Side:
+    """Return tensors in the memory of this process as they are."""
+    count = len(outputs)
+    sizes, zeros = np.array([output.nbytes for output in outputs], np.int64), np.zeros(count, np.int64)
+    file = SourceFile("memory", int(sizes.sum()), 0, 0)
+    model = StoredModel(
+        format="memory",
+        path="memory",
+        files=(file,),
+        records=RecordTable(zeros, zeros, sizes, np.full(count, NO_CHECKSUM)),
+        shards=tuple(make_whole_shard(output, 0, record) for record, output in enumerate(outputs)),
+    )
+    offer = MemoryOffer([local_bytes(tensor) for tensor in tensors], is_alone=True)
+    source = PeerSource(offer, 0, {}, [0] * count, range(count), check=lambda: None, timeout_seconds=0)
+    return Side(make_plan(model, [OutputFile.bare(one) for one in outputs]), source)
 
 
 def check_model_alone(gather: FolderPlan, new: str, out: str) -> None:

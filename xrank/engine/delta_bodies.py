@@ -66,13 +66,15 @@ def make_bodies(
     checksum: str,
     max_memory_nbytes: int,
     workers: int,
+    keep: Callable[[int, int, Bytes], object] = lambda number, low, new: None,
     *,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Bodies:
     """Compare tensors by number, those of the new version with those of the old one; errors as `read_pairs`.
 
-    The largest tensors are taken first, so that no thread is left with one of them at the end.
+    The largest tensors are taken first, so that no thread is left with one of them at the end. `keep` gets each stretch
+    of new bytes after it was compared: the number of the tensor, the first byte, and the bytes.
     """
     import tempfile  # most commands need no scratch file
 
@@ -107,6 +109,7 @@ def make_bodies(
                 digest.update(data.data)
             if one.checksum is not one.digests[0]:
                 one.checksum.update(new.data)
+            keep(number, low, new)
             if low + len(new) == sizes[number]:
                 is_changed = one.writer.finish() is not None
                 nbytes = one.end - starts[number] if is_changed else 0

@@ -100,7 +100,7 @@ def index_text(files: Iterable[OutputFile], metadata: Mapping[str, Any] | None =
         "total_size": sum(t.nbytes for file in files for t in file.tensors),
     }
     index = {
-        "metadata": totals if metadata is None else metadata,
+        "metadata": metadata if metadata and "delta_encoding" in metadata else {**totals, **(metadata or {})},
         "weight_map": {t.name: file.name for file in files for t in file.tensors},
     }
     return json.dumps(index, indent=2, sort_keys=True) + "\n"

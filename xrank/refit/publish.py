@@ -32,7 +32,7 @@ from xrank.ranks.failure import Deadline
 from xrank.ranks.loans import MemoryOffer, is_mooncake, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, find_group_team, path_text
-from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
+from xrank.recipes.lent_model import LentModel, ModelPart, ModelRequest, copy_part, lend_model, locate_part
 from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
 from xrank.recipes.options import GatherOptions, default_workers, dtype_choice
 from xrank.recipes.quantization import Quantization
@@ -55,7 +55,9 @@ from xrank.refit.peers import (
 )
 from xrank.refit.prepared_part import PreparedPart, prepare_part
 from xrank.refit.proof import DigestTable, HeldPart, find_lent
+from xrank.refit.published_versions import PublishedVersions, check_whole_every
 from xrank.refit.targets import MemoryPlaces, count_versions, find_moved, list_places
+from xrank.storage.url import clean_path
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ def offer_weights(
     proof: bool = False,
     wire: str | None = None,
     on_engine_failure: str = "report",
+    deltas: str | os.PathLike[str] | None = None,
+    whole_every: int | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
 ) -> WeightsOffer:
@@ -131,6 +135,11 @@ def offer_weights(
         on_engine_failure: what `publish` does when engine ranks fail or end. ``"report"``: it names them in its report
             (`PublishReport.failed`), and the training goes on. ``"raise"``: it raises on all ranks of the trainer, once
             for each failure.
+        deltas: a folder that all ranks see, or its URL in a store, into which each `publish` also writes a version for
+            engines elsewhere: first a whole model, ``weight_v000000``, then what has changed since the version before
+            (`xrank.make_delta`). Each rank keeps a copy of its share of the tensors. If a version cannot be written,
+            `publish` raises after the engines have taken the step, and the next one writes a whole model.
+        whole_every: number of versions after which one is whole again; None: all others are deltas.
         group: the ranks of the trainer; None: all of the world.
         timeout_seconds: how long ranks may take to arrive.
 
@@ -164,10 +173,15 @@ def offer_weights(
                 got=repr(on_engine_failure),
                 next_step="give one of these",
             )
+        check_whole_every(whole_every, deltas)
         return ModelRequest(
             model,
             GatherOptions(
-                dtype=dtype_choice(dtype), quantize=quantize, quantize_ignore=quantize_ignore, dialect=dialect
+                workers=None if team.size == 1 else max(1, default_workers() // team.num_here),
+                dtype=dtype_choice(dtype),
+                quantize=quantize,
+                quantize_ignore=quantize_ignore,
+                dialect=dialect,
             ),
             live_layouts(layouts, mesh),
             mesh,
@@ -187,6 +201,8 @@ def offer_weights(
             "quantization": repr(transform) if isinstance(transform, Quantization) else None,
             "wire": wire,
             "on_engine_failure": on_engine_failure,
+            "deltas": path_text(deltas),
+            "whole_every": str(whole_every),
         }
 
     with ExitStack() as loan:
@@ -195,7 +211,10 @@ def offer_weights(
             options = request.options
             is_prepared = request.transform is not None or options.quantize is not None or options.dtype != "keep"
             part = OwnPart(team, is_snapshot=snapshot, is_prepared=is_prepared, has_proof=proof)
-            parts = _lend(request, team, loan, part, place, by_mooncake=is_mooncake(wire, "offer_weights"))
+            parts, lent = _lend(request, team, loan, part, place, by_mooncake=is_mooncake(wire, "offer_weights"))
+            loan.callback(lent.source.close)
+            if deltas is None and part.prepared is None:
+                lent.source.close()  # no rank reads another one's part any more
             dropped = () if part.prepared is None else part.prepared.dropped
             registration = _register(place, team, request, parts, dropped, has_proof=proof)
             loan.callback(place.remove, registration)
@@ -203,8 +222,11 @@ def offer_weights(
         siblings = open_siblings("trainer", team, parts)
         ranks = TrainerRanks(part.block, part.outcomes, siblings, is_first=team.is_first)
         raises = on_engine_failure == "raise"
+        versions = None
+        if deltas is not None:
+            versions = PublishedVersions(clean_path(deltas), lent, team, group, whole_every, timeout_seconds)
         return WeightsOffer(
-            place, registration, ranks, part, partial(list_places, model), loan.pop_all(), raises=raises
+            place, registration, ranks, part, partial(list_places, model), loan.pop_all(), versions, raises=raises
         )
     raise AssertionError
 
@@ -276,16 +298,25 @@ def _lend(
     place: Address,
     *,
     by_mooncake: bool,
-) -> list[dict[str, Any]]:
-    """Lend this rank's tensors, and return all ranks' parts as their engines read them."""
+) -> tuple[list[dict[str, Any]], LentModel]:
+    """Lend this rank's tensors; return all ranks' parts as their engines read them, and as the trainer's ranks do."""
     located = locate_part(request, team, part.view)
     check = partial(_check_no_trainer, place)
     if not part.is_prepared:
         part.lent = located.views
         located = ModelPart(located.description, [*located.views, *part.shown], located.config)
-        lent = lend_model(request, team, loan, part=located, check=check, across_hosts=True, by_mooncake=by_mooncake)
-        lent.source.close()  # no rank reads another one's part any more
-        return list(lent.parts)
+        part.check = team.make_failure_check()
+        lent = lend_model(
+            request,
+            team,
+            loan,
+            part=located,
+            check=check,
+            across_hosts=True,
+            failures=lambda: part.check(),
+            by_mooncake=by_mooncake,
+        )
+        return list(lent.parts), lent
     # The ranks of the trainer alone read the tensors in place.
     part.check = team.make_failure_check()
     lent = lend_model(request, team, loan, part=located, check=check, failures=lambda: part.check())
@@ -302,7 +333,7 @@ def _lend(
     content = {**lent.parts[team.position], "model": prepared.description}
     parts = share_offers(team, "the lent tensors", offer, content)
     part.prepared = prepared
-    return parts
+    return parts, lent
 
 
 def _check_no_trainer(place: Address) -> None:
@@ -368,12 +399,13 @@ class WeightsOffer:
         part: OwnPart,
         list_places: Callable[[], MemoryPlaces],
         loan: ExitStack,
+        versions: PublishedVersions | None,
         *,
         raises: bool,
     ) -> None:
         self._place, self._registration, self._ranks, self._block = place, registration, ranks, ranks.block
         self._part, self._list_places, self._places = part, list_places, list_places()
-        self._loan, self._raises = loan, raises
+        self._loan, self._versions, self._raises = loan, versions, raises
         self._engines = EngineWatch(place, registration.number, is_first=ranks.is_first)
         self._lock = threading.Lock()
         self._is_closed = False
@@ -428,6 +460,9 @@ class WeightsOffer:
                 cause = f"{type(outcome.error).__name__}: {outcome.error}"
                 self._block.update(cause=cause)
                 raise outcome.error
+            if self._versions is not None:
+                check = partial(self._check_values, self._part.count_versions(), step)
+                self._versions.write(step, check, self._part)
         return PublishReport(step, outcome.takers, outcome.failed, monotonic() - started)
 
     @names_own_arguments
