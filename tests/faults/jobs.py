@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 import xrank
 from tests.commands.adapted_models import leave_adapted
 from tests.commands.made_workspaces import CONFIG, LAYOUTS, MESH, cut, leave, made_model
 from tests.faults.findings import Findings
+from tests.readers.made_deltas import change_model, write_delta, write_whole
+from tests.readers.made_deltas import make_model as make_deltas_model
 from tests.storage.gathered import EXTRA
 from tests.storage.kill_points import in_child
 from xrank.commands.gather import gather_checkpoint
@@ -311,7 +315,38 @@ def _small_files(folder: Path) -> Iterator[Job]:
     yield job.learn(partial(file.write_text, "old"))
 
 
-_MAKERS: tuple[Callable[[Path], Iterator[Job]], ...] = (_gathers, _adapters, _reshards, _exports, _states, _small_files)
+def _applied_deltas(folder: Path) -> Iterator[Job]:
+    """Versions applied to a base, and to what an earlier call left, in one pass and after an interruption."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    models = [make_deltas_model(generator, ["BF16"], 20)]
+    write_whole(folder / "base", models[0])
+    for version in (1, 2, 3):
+        models.append(change_model(models[-1], generator))
+        write_delta(folder / "deltas", models[-2], models[-1], version)
+    for name in (
+        *("delta apply", "delta apply, resumed", "delta apply, following", "delta apply, following, resumed"),
+        "delta apply, following without exchange",
+    ):
+        place = folder / name.replace(", ", "-").replace(" ", "-")
+        place.mkdir()
+        out, options = place / "engine", {"max_shard_size": "600", "workers": 1}
+        work = _call(xrank.apply_deltas, folder / "base", folder / "deltas", out, **options)
+        if "without exchange" in name:
+            work = _without_exchange(work)
+        job = Job(name, place, out, work, has_old="following" in name, is_exchanged="without exchange" not in name)
+        if "resumed" in name:
+            job.begins = _interrupted(job)
+        if job.has_old:
+            xrank.apply_deltas(folder / "base", folder / "deltas", out, version=1, **options)
+            job.known["old"] = job.content()
+            shutil.copytree(out, place / "kept.old")
+        yield job.learn()
+
+
+_MAKERS: tuple[Callable[[Path], Iterator[Job]], ...] = (
+    *(_gathers, _adapters, _reshards, _exports, _applied_deltas, _states, _small_files),
+)
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], Any]:

@@ -40,7 +40,14 @@ from xrank.recipes.found_source import FoundSource, read_config
 from xrank.recipes.options import GatherOptions, default_workers
 from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME, ManifestVersion
-from xrank.storage.staging import check_apart, check_output, read_output_manifest, settle_output
+from xrank.storage.staging import (
+    check_apart,
+    check_output,
+    clear_remains,
+    output_file_nbytes,
+    read_output_manifest,
+    recover_output,
+)
 from xrank.storage.url import clean_path, is_url
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -98,13 +105,14 @@ def apply_deltas(
     started = time.monotonic()
     path, start, versions = clean_path(out), places.enter(base), _enter(deltas)
     goal = choose_target(versions, version)
+    recover_output(path)
     held = _find_held(path, versions)
     facts = read_facts(goal)
     number = number_of(goal) if facts is None else facts.version
     earlier = None if held is None or held.number < 0 else held.number
     details = AppliedDetails(version=number, earlier_version=earlier)
     if held is not None and held.number == number:
-        settle_output(path)
+        clear_remains(path)
         return timed_report("delta apply", started, path=path, notes=(EARLIER_NOTE,), details=details)
     chain = (
         None if facts is None else _choose_chain(goal, start, path, held, versions, is_folder=_is_one_folder(deltas))
@@ -154,12 +162,14 @@ def _is_one_folder(paths: _Paths) -> bool:
 def _find_held(out: str, versions: Mapping[int, str]) -> ManifestVersion | None:
     """Return the version that an earlier call has made there; None without one, or if it is of another chain."""
     try:
-        known = read_output_manifest(out).get("version")
+        manifest = read_output_manifest(out)
+        listed = (*manifest["files"], *manifest["companions"])
+        is_whole = all(output_file_nbytes(out, one["name"]) == one["nbytes"] for one in listed)
     except (OSError, XrankError):
         return None
-    if known is None:
+    if not is_whole or "version" not in manifest:
         return None
-    held = msgspec.convert(known, ManifestVersion)
+    held = msgspec.convert(manifest["version"], ManifestVersion)
     there = versions.get(held.number)
     # Of a run that began again, the versions have the same numbers.
     is_other = there is not None and held.lineage != _digest_lineage(there)

@@ -83,6 +83,25 @@ def settle_output(out: str | os.PathLike[str]) -> None:
             pass  # which removes it; another run's stays
 
 
+def recover_output(out: str) -> None:
+    """Finish a replacement that a kill interrupted, so that the old output or the new one is there to be read."""
+    if is_url(out) or not os.path.isdir((place := OutputPlace.from_path(out)).parent):
+        return
+    if place.identifiers("-old"):
+        from xrank.storage.folder_stage import describe_owner, roll_forward
+
+        with hold_lock(place.lock_path, place.path, owner=lambda: describe_owner(place)):
+            roll_forward(place)
+
+
+def clear_remains(out: str) -> None:
+    """Remove what killed runs left beside an output that is whole; errors as of `open_stage`."""
+    settle_output(out)
+    if not is_url(out) and OutputPlace.from_path(out).identifiers():
+        with open_stage(out, plan_digest="", overwrite=True):
+            pass  # it takes over what they left, and leaves nothing
+
+
 def read_output_manifest(out: str) -> dict[str, Any]:
     """Return the manifest of an output; errors as `read_manifest`."""
     if is_url(out):
