@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from xrank.commands.reshard import reshard_checkpoint
     from xrank.commands.verify import verify_model
     from xrank.recipes.quantization import Quantization
+    from xrank.refit.adapters import take_adapter
     from xrank.refit.publish import offer_weights
     from xrank.refit.receive import take_weights
     from xrank.refit.recording import record_layouts
@@ -55,6 +56,7 @@ __all__ = [
     "reshard_checkpoint",
     "save_model",
     "simulate",
+    "take_adapter",
     "take_weights",
     "verify_deltas",
     "verify_model",
@@ -83,6 +85,7 @@ _HOMES = {
     "reshard_checkpoint": "commands.reshard",
     "save_model": "commands.export",
     "simulate": "virtual.simulation.simulation",
+    "take_adapter": "refit.adapters",
     "take_weights": "refit.receive",
     "verify_deltas": "commands.delta_applying",
     "verify_model": "commands.verify",

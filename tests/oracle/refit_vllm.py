@@ -83,7 +83,13 @@ def _train_rank(rank: int, kind: str, trainer: str, steps: int, folder: str) -> 
         str(locate_trained(kind, 0, Path(folder).parent)) if part.mesh is not None else None
     )  # Megatron's modules have no config
     info = XrankTrainerInitInfo(
-        f"{folder}/address", part.model, mesh=part.mesh, base_model=base, rank=rank, transform=QUANTIZATIONS.get(kind)
+        f"{folder}/address",
+        part.model,
+        mesh=part.mesh,
+        base_model=base,
+        rank=rank,
+        transform=QUANTIZATIONS.get(kind),
+        proof=True,
     )
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client)
     found = []
@@ -93,6 +99,8 @@ def _train_rank(rank: int, kind: str, trainer: str, steps: int, folder: str) -> 
         engine.send_weights(step)
         if rank == 0:
             found.append({**client.call("look"), "seconds": time.monotonic() - began})
+    if rank == 0:
+        found[-1]["spoiled"] = client.call("spoil")
     engine.shutdown()
     if rank == 0:
         client.call("close")
@@ -134,13 +142,23 @@ def _look(engine: Any) -> dict[str, Any]:
 
 def _serve(kind: str, ranks: int, folder: str) -> None:
     """Start an engine with the model of step 0, and do what the trainer's client asks for."""
-    engine = _start_engine(Path(folder).parent / kind / "0", ranks, weight_transfer_config={"backend": "xrank"})
+    engine = _start_engine(
+        Path(folder).parent / kind / "0",
+        ranks,
+        weight_transfer_config={"backend": "xrank"},
+        worker_extension_cls="xrank.integrations.vllm_worker.WeightChecker",
+    )
     with Listener(f"{folder}/pipe", authkey=b"test") as listener, listener.accept() as pipe:
         while True:
             method, args = pipe.recv()
             try:
                 if method == "look":
-                    value = {**_look(engine), "reports": engine.collective_rpc(_report)}
+                    checks = engine.collective_rpc("weight_checker", args=("compare",))
+                    value = {**_look(engine), "reports": engine.collective_rpc(_report), "checks": checks}
+                elif method == "spoil":
+                    spoiled = engine.collective_rpc(_spoil)
+                    checks = engine.collective_rpc("weight_checker", args=("compare",))
+                    value = [spoiled, [check["mismatches"] for check in checks]]
                 else:
                     value = None if method == "close" else getattr(engine, method)(*args)
                 pipe.send((True, value))
@@ -156,8 +174,20 @@ def _serve(kind: str, ranks: int, folder: str) -> None:
 def _report(worker: Any) -> dict[str, Any]:
     report = worker.weight_transfer_engine.report
     return {name: getattr(report, name) for name in ("step", "nbytes", "moved_nbytes", "seconds", "plan_seconds")} | {
-        "whole": dict(report.whole)
+        "whole": dict(report.whole),
+        "num_proven": len(report.digests),
+        "unproven": dict(report.unproven),
     }
+
+
+def _spoil(worker: Any) -> str | None:
+    """Change an element behind the back of the last worker, and return the parameter's name."""
+    if worker.rank + 1 < worker.parallel_config.world_size:
+        return None
+    # Not a matrix that oneDNN has packed, of which the parameter is empty.
+    name, parameter = next(one for one in worker.get_model().named_parameters() if one[1].numel() and one[1].ndim == 2)
+    parameter.data.view(-1).view(torch.uint8)[7] ^= 1
+    return name
 
 
 def _load(models: list[str], ranks: int) -> None:
@@ -228,6 +258,11 @@ def main(kind: str, trainer: str, ranks: int, steps: int, folder: Path) -> None:
         assert not wrong and got["digests"].keys() == expected["digests"].keys(), (step, wrong)
         assert got["tokens"] == expected["tokens"], (step, got["tokens"], expected["tokens"])
         assert all(report["step"] == step for report in got["reports"])
+        assert all(report["num_proven"] and not report["unproven"] for report in got["reports"]), got["reports"]
+        assert got["checks"] == [{"match": True, "mismatches": []}] * ranks, got["checks"]
+    *names, name = found[-1]["spoiled"][0]
+    *others, (mismatch,) = found[-1]["spoiled"][1]
+    assert mismatch.startswith(f"{name}, engine rank {ranks - 1}: row") and not any(names) and not any(others), mismatch
     assert len({json.dumps(each["tokens"]) for each in found}) == len(found)  # the steps differ
     reports = [report for each in found for report in each["reports"]]
     moved, held = (sum(report[name] for report in reports) for name in ("moved_nbytes", "nbytes"))

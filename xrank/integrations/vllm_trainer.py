@@ -36,6 +36,7 @@ class XrankTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc, unused-ignore
     transform: Any = None
     """Such as an `xrank.Quantization` for an engine that has loaded a quantized model."""
     snapshot: bool = False
+    proof: bool = False
     group: Any = None
     timeout_seconds: float = 600.0
     """How long ranks and workers may take to arrive, and to take a step."""
@@ -69,7 +70,7 @@ class XrankTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
         options = {name: getattr(init_info, name) for name in XrankTrainerInitInfo.__annotations__ if name != "backend"}
         offer = offer_weights(**options, on_engine_failure="raise")  # as vLLM's client, on the sender
         if init_info.is_sender:
-            client.init_weight_transfer_engine({"address": init_info.address})
+            client.init_weight_transfer_engine({"address": init_info.address, "proof": init_info.proof})
         if torch.distributed.is_initialized():  # no rank publishes before the workers are there
             torch.distributed.barrier(init_info.group)
         return cls(client=client, offer=offer, init_info=init_info)

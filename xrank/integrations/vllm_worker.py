@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from xrank.errors import UsageError
+from xrank.errors import ContradictionError, UsageError
+from xrank.refit.proof import HeldDigests, whole_parts
 from xrank.refit.receive import TakenWeights, take_weights
 from xrank.refit.targets import UpdateReport
 
@@ -191,6 +192,8 @@ class XrankInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore
     max_memory: str | int = "64MB"
     timeout_seconds: float = 600.0
     """How long the workers may take to arrive."""
+    proof: bool = False
+    """Whether to compare digests with the trainer's, and to digest the kernels' weights for `WeightChecker`."""
 
 
 @dataclass
@@ -217,6 +220,8 @@ class XrankWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
         super().__init__(*args, **kwargs)
         self._form: CheckpointForm | None = None
         self._weights: TakenWeights | None = None
+        self._kernels: HeldDigests | None = None
+        """Digests of the weights that kernels compute with."""
         self._is_filled = False
         self.report: UpdateReport | None = None
         """The report of the last ``update_weights`` on this worker."""
@@ -234,9 +239,11 @@ class XrankWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
             init_info.address,
             loader=self._form.load,
             max_memory=init_info.max_memory,
+            proof=init_info.proof,
             group=get_world_group().cpu_group,
             timeout_seconds=init_info.timeout_seconds,
         )
+        self._kernels = HeldDigests(get_world_group().rank) if init_info.proof else None
 
     def start_weight_update(self) -> None:
         """Do nothing: kernels keep the old weights until `finish_weight_update`."""
@@ -260,11 +267,85 @@ class XrankWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
         """Process the weights that `update_weights` has taken for vLLM's kernels."""
         if self._is_filled and self._form is not None:
             self._form.process()
+            if self._kernels is not None:
+                self._kernels.record(whole_parts(self.model.named_parameters()))
         self._is_filled = False
+
+    def find_changed(self) -> list[str]:
+        """Return what is not as it was after the last step, with rank and rows: of kernels, and of the host's copies.
+
+        Raises:
+            UsageError: there is no step, or the engine's ``init_info`` lacks ``"proof": true``.
+        """
+        if self._kernels is None or self._weights is None or not self._kernels.parts:
+            raise UsageError(
+                "this engine has no digests to compare with",
+                next_step='call init_weight_transfer_engine with "proof": True, and take a step',
+            )
+        present = whole_parts(self.model.named_parameters())
+        changed = [
+            f"{name}, engine rank {self._kernels.rank}: {where}" for name, where in self._kernels.find_changed(present)
+        ]
+        try:
+            self._weights.check()
+        except ContradictionError as error:
+            changed.append(f"{error} (of the copy in the form of a checkpoint)")
+        return changed
 
     def shutdown(self) -> None:
         """Stop taking weights: the trainer no longer waits for this worker."""
         if self._weights is not None:
             self._weights.close()
-        self._weights = self._form = None
+        self._weights = self._form = self._kernels = None
         self._is_filled = False
+
+
+class WeightChecker:
+    """An extension of vLLM's workers (``worker_extension_cls``): the actions of vLLM's proposed ``/weight_checker``.
+
+    Digests of ``checksum`` and of a baseline are those of vLLM's own ``compute_weight_checksums``: of all parameters
+    as the worker's kernels use them. Without a baseline, ``compare`` asks whether the worker still holds the last step
+    that it took. That step was compared with the trainer's values in the form of a checkpoint.
+
+    Example:
+        >>> from vllm import LLM  # doctest: +SKIP
+        >>> llm = LLM(model, worker_extension_cls="xrank.integrations.vllm_worker.WeightChecker")  # doctest: +SKIP
+        >>> llm.collective_rpc("weight_checker", args=("compare",))  # doctest: +SKIP
+        [{'match': True, 'mismatches': []}]
+    """
+
+    def weight_checker(self: Any, action: str, baseline: dict[str, str] | None = None) -> dict[str, Any]:
+        """Do an action on this worker.
+
+        Args:
+            action: ``"checksum"`` returns ``{"checksums": {name: digest}}``. ``"reset"`` overwrites the weights with
+                zeros. ``"compare"`` returns ``{"match": bool, "mismatches": [...]}``.
+            baseline: earlier checksums, of any workers; None: compare with the last step.
+
+        Raises:
+            UsageError: another action, or no digests to compare with.
+        """
+        if action == "checksum":
+            return {"checksums": self.compute_weight_checksums()}
+        if action == "reset":
+            self.reset_weights()
+            return {"status": "reset"}
+        if action != "compare":
+            raise UsageError(
+                "weight_checker knows no such action",
+                got=repr(action),
+                want="checksum, reset or compare",
+                next_step="give one of these",
+            )
+        if baseline is None:
+            engine = self.weight_transfer_engine
+            changed = engine.find_changed() if isinstance(engine, XrankWeightTransferEngine) else None
+            if changed is None:
+                raise UsageError(
+                    "this engine has no digests to compare with",
+                    next_step='give a baseline, or start vLLM with the weight transfer backend "xrank"',
+                )
+        else:
+            present = self.compute_weight_checksums()
+            changed = sorted(name for name in present if baseline.get(name) != present[name])
+        return {"match": not changed, "mismatches": changed}

@@ -34,6 +34,7 @@ from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.store import group_place
 from xrank.ranks.team import Team, path_text, value_text
 from xrank.readers.live.models import LiveModel, local_model, read_ranks
+from xrank.recipes.adapter_names import find_adapter
 from xrank.recipes.decision import FolderPlan, Purpose, Request, decide, plan_output
 from xrank.recipes.found_source import OwnConfig, choose_config, read_own_config
 from xrank.recipes.options import GatherOptions
@@ -111,6 +112,8 @@ class ModelRequest(Struct, frozen=True, eq=False):
     """Whether the ranks copy their parts and convert the copies while their callers go on."""
     delta_from: str | None = None
     """Path of the folder of which the output is a delta; None: the output is a whole model."""
+    adapter_only: bool = False
+    """Whether only the tensors of the model's LoRA adapter are lent."""
     takers: str | None = None
     """Ranks that get tensors: ``"first"`` or ``"all"``; None: the output is a folder."""
 
@@ -129,6 +132,7 @@ class ModelRequest(Struct, frozen=True, eq=False):
             "max_memory": f"{self.options.max_memory_nbytes:,} bytes",
             "overwrite": str(self.options.overwrite),
             "adapter": self.options.adapter,
+            "adapter_only": str(self.adapter_only),
             "quantize": self.options.quantize,
             "quantize_ignore": value_text([*self.options.quantize_ignore]),
             "dialect": self.options.dialect,
@@ -187,6 +191,15 @@ def locate_part(
             world_size=world_size,
             is_read=True,
         )
+        if request.adapter_only:
+            if (names := find_adapter([*local.tensors], "the model")) is None:
+                raise UsageError(
+                    f"rank {team.rank} has no tensors of a LoRA adapter to offer",
+                    rank=team.rank,
+                    got=f"{len(local.tensors)} tensors, none named like <module>.lora_A.<adapter>.weight",
+                    next_step=f"give the PeftModel, or leave {option('adapter_only', True)} out",
+                )
+            local = local.select(names.saved)
         views = [local_bytes(one) for one in local.views] if view is None else view(local.views)
         return ModelPart(local.describe(), views, read_own_config(request.model))
 

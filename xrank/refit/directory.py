@@ -216,6 +216,10 @@ class TrainerModel(Struct, frozen=True, eq=False):
     config: Mapping[str, Any] | None
     padded_names: frozenset[str]
     """Tensors that may have more rows in an engine, as engines pad a vocabulary."""
+    adapter_names: frozenset[str] = frozenset()
+    """Tensors of a LoRA adapter, under the names in PEFT's folders."""
+    adapter_config: str | None = None
+    """Text of its adapter_config.json."""
 
     def name_as(self, module_shapes: Mapping[str, tuple[int, ...] | None]) -> StoredModel:
         """Return the model in the form that a module has in memory."""
@@ -256,4 +260,6 @@ def read_trainer_model(registration: RankRegistration) -> TrainerModel:
     )
     kept = [shard for shard in decision.source.shards if shard.name not in dropped]
     source = replace(decision.source, shards=(*kept, *made))
-    return TrainerModel(live, source, found.config, decision.padded_names)
+    adapted = decision.adapted
+    own_names, config_text = (frozenset[str](), None) if adapted is None else (adapted.own, adapted.config_text)
+    return TrainerModel(live, source, found.config, decision.padded_names, own_names, config_text)

@@ -8,7 +8,7 @@ are replicas, and every replica is compared.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import sleep
 from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
@@ -23,13 +23,15 @@ from xrank.errors import ContradictionError, UsageError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import StoredShard
-from xrank.ranks.memory import LocalBytes, MemoryBytes, local_bytes
+from xrank.ranks.memory import LocalBytes, MemoryBytes, kind_without_elements, local_bytes
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import TrainerModel
 from xrank.refit.peers import PAUSE_SECONDS, PeerRank
-from xrank.words import list_text
+from xrank.words import likewise_text, list_text
 
 if TYPE_CHECKING:
+    import torch
+
     from xrank.refit.targets import TargetPlan
 
 TRAINER_VIEW, ENGINE_VIEW = -3, -2
@@ -94,16 +96,19 @@ def plan_proof(planned: TargetPlan, model: TrainerModel, *, is_compared: bool = 
             unproven[name] = "computed from the trainer's values"
         elif name not in numbers or not _is_same(shards[name], model.source.shards[numbers[name]]):
             unproven[name] = "a tensor of the engine that is joined or cut from those of the trainer"
-        nests = _whole_nests(output.num_elements) if output.part is None else list(output.part.nests)
-        rows = DigestRows.of(output.global_shape, dtypes.dtype(output.dtype).nbytes)
-        part = DigestedPart(rows, NestTable.from_nests(nests), local_bytes(tensor))
+        nests = None if output.part is None else output.part.nests
+        part = _make_part(tensor, output.global_shape, dtypes.dtype(output.dtype).nbytes, nests)
         number = -1 if name in unproven else numbers[name]
         found.append(HeldPart(number, name, part, 0 if number < 0 else digest_places(part)))
     return ProofPlan(model.source.shards, found, unproven)
 
 
-def _whole_nests(count: int) -> list[Nest]:
-    return [canonical(Nest(0, 0, ((count, 1, 1),)))] if count else []
+def _make_part(tensor: torch.Tensor, shape: Sequence[int], width: int, nests: Sequence[Nest] | None) -> DigestedPart:
+    """Return a part of a tensor of that shape; without nests it is the whole."""
+    if nests is None:
+        count = tensor.numel()
+        nests = [canonical(Nest(0, 0, ((count, 1, 1),)))] if count else []
+    return DigestedPart(DigestRows.of(shape, width), NestTable.from_nests(nests), local_bytes(tensor))
 
 
 def _is_same(one: StoredShard, other: StoredShard) -> bool:
@@ -188,19 +193,63 @@ class Proof(Struct, frozen=True):
     """Tensor -> why it was not compared."""
 
 
-class EngineProof:
-    """An engine rank's digests of the step that it holds."""
+class HeldDigests:
+    """Digests of the values that parts had at one moment."""
 
     def __init__(self, rank: int) -> None:
-        self.table, self._rank = DigestTable(), rank
-        self._plan: ProofPlan | None = None
-        self._blocks: WordArray = np.zeros((0, NUM_BLOCKS), np.uint64)
+        self.rank = rank
+        self.parts: Sequence[HeldPart] = ()
+        self.blocks: WordArray = np.zeros((0, NUM_BLOCKS), np.uint64)
 
-    def record(self, plan: ProofPlan, stamp: Stamp) -> None:
-        """Digest the present values, and let the other ranks of the engine read the result."""
-        self._plan, self._blocks = plan, digest_parts([one.part for one in plan.parts], default_workers())
-        compared = [row for row, one in enumerate(plan.parts) if one.number >= 0]
-        self.table.write(stamp, [plan.parts[row] for row in compared], self._blocks[compared])
+    def record(self, parts: Sequence[HeldPart]) -> None:
+        """Digest the present values of these parts."""
+        self.parts, self.blocks = parts, digest_parts([one.part for one in parts], default_workers())
+
+    def find_changed(self, parts: Sequence[HeldPart] | None = None) -> list[tuple[str, str]]:
+        """Return the tensors whose values have changed since, and where; `parts` are those in their places now."""
+        parts = self.parts if parts is None else parts
+        differs = digest_parts([one.part for one in parts], default_workers()) != self.blocks
+        changed = zip(self.parts, differs, strict=True)
+        return [
+            (one.name, one.part.rows.describe_blocks(np.flatnonzero(its).tolist())) for one, its in changed if its.any()
+        ]
+
+    def check(self) -> tuple[int, int]:
+        """Return the numbers of tensors and of bytes that are as they were; ContradictionError if values differ."""
+        for name, where in (changed := self.find_changed()):
+            raise ContradictionError(
+                f"{name}: engine rank {self.rank} does not hold what it took in {where}",
+                tensor=name,
+                rank=self.rank,
+                index_range=where,
+                got=f"other values{likewise_text([other for other, _ in changed[1:]])}",
+                want="those of the last update",
+                next_step="find what writes to the engine's weights, and take a step again",
+            )
+        sizes = (int(one.part.nests.sizes.sum()) * one.part.rows.width for one in self.parts)
+        return len({one.name for one in self.parts}), sum(sizes)
+
+
+def whole_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[HeldPart]:
+    """Return an engine's own dense tensors as parts, which are compared with no trainer's."""
+    return [
+        HeldPart(-1, name, _make_part(tensor, tuple(tensor.shape), tensor.element_size(), None), 0)
+        for name, tensor in tensors
+        if kind_without_elements(tensor) is None
+    ]
+
+
+class EngineProof(HeldDigests):
+    """An engine rank's digests of the step that it holds, and the table that its other ranks read."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.table = DigestTable()
+
+    def show(self, stamp: Stamp) -> None:
+        """Let the other ranks of the engine read the digests of the compared parts."""
+        rows = [row for row, one in enumerate(self.parts) if one.number >= 0]
+        self.table.write(stamp, [self.parts[row] for row in rows], self.blocks[rows])
 
     def read_own(self) -> RankDigests:
         """Return this rank's own table."""
@@ -208,33 +257,9 @@ class EngineProof:
         def read(start: int, into: WordArray) -> None:
             into[:] = self.table.words[start : start + into.size]
 
-        own = RankDigests.read_words(f"engine rank {self._rank}", self._rank, read)
+        own = RankDigests.read_words(f"engine rank {self.rank}", self.rank, read)
         assert own is not None
         return own
-
-    def check(self) -> tuple[int, int]:
-        """Compare the present values with those that were recorded; return the numbers of tensors and of bytes.
-
-        ContradictionError: a value has changed.
-        """
-        assert self._plan is not None
-        parts = self._plan.parts
-        now = digest_parts([one.part for one in parts], default_workers())
-        for one, blocks in zip(parts, now != self._blocks, strict=True):
-            if blocks.any():
-                where = one.part.rows.describe_blocks(np.flatnonzero(blocks).tolist())
-                raise ContradictionError(
-                    f"{one.name}: engine rank {self._rank} does not hold what it took in {where}",
-                    tensor=one.name,
-                    rank=self._rank,
-                    index_range=where,
-                    got="other values",
-                    want="those of the last update",
-                    next_step="find what writes to the engine's weights, and take a step again",
-                )
-        return len({one.name for one in parts}), sum(
-            int(one.part.nests.sizes.sum()) * one.part.rows.width for one in parts
-        )
 
 
 def wait_for_tables(peers: Sequence[PeerRank], stamp: Stamp, check: Callable[[], object]) -> list[RankDigests] | None:

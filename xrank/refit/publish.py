@@ -96,6 +96,7 @@ def offer_weights(
     quantize: str | None = None,
     quantize_ignore: str | Sequence[str] = (),
     dialect: str | None = None,
+    adapter_only: bool = False,
     snapshot: bool = False,
     proof: bool = False,
     wire: str | None = None,
@@ -126,6 +127,8 @@ def offer_weights(
             `dialect`. At each `publish` the ranks read each other's parts, band by band, and each makes its share.
         quantize_ignore: modules that stay as they are.
         dialect: the names of the quantized tensors.
+        adapter_only: whether to offer only the LoRA adapter of a PeftModel, under the names in PEFT's folders, for
+            engines of `xrank.take_adapter`.
         snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
         proof: whether `publish` digests what is lent, for engines of ``take_weights(..., proof=True)``. It takes a pass
@@ -190,6 +193,7 @@ def offer_weights(
             transform=transform,
             timeout_seconds=timeout_seconds,
             call="offer_weights",
+            adapter_only=adapter_only,
             place=place.path,
         )
 

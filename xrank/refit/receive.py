@@ -544,31 +544,59 @@ def take_weights(
         16
         >>> weights.close(); offer.close()
     """
-    require("torch", "take_weights")
-    require_linux("take_weights")
-    check_meeting(group, timeout_seconds)
-    place = Address(address)
-    team = find_group_team(
-        group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds, call="take_weights"
-    )
 
-    def read_arguments() -> tuple[ModuleTarget, int]:
+    def make_target() -> ModuleTarget:
         check_types(layouts, mesh)
-        nbytes = parse_size(max_memory, "max_memory")
-        Budget.from_memory(nbytes, default_workers())
-        is_mooncake(wire, "take_weights")
         if loader is None:
-            return ModuleTarget(target, live_layouts(layouts, mesh), mesh, *(group_place() or (0, 1))), nbytes
+            return ModuleTarget(target, live_layouts(layouts, mesh), mesh, *(group_place() or (0, 1)))
         if layouts is not None or mesh is not None:
             raise UsageError(
                 f"{option('loader')} shows how it cuts tensors; {option('layouts')} and {option('mesh')} have no use",
                 next_step="leave layouts and mesh out",
             )
-        return LoaderTarget(target, loader), nbytes
+        return LoaderTarget(target, loader)
+
+    return take_into(
+        make_target,
+        address,
+        call="take_weights",
+        relay=relay,
+        proof=proof,
+        max_memory=max_memory,
+        wire=wire,
+        group=group,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def take_into(
+    make_target: Callable[[], ModuleTarget],
+    address: str | os.PathLike[str],
+    *,
+    call: str,
+    relay: bool = False,
+    proof: bool,
+    max_memory: str | int,
+    wire: str | None = None,
+    group: ProcessGroup | None,
+    timeout_seconds: float,
+) -> TakenWeights:
+    """Prepare to take weights into a target; arguments and errors of `call` as of `take_weights`."""
+    require("torch", call)
+    require_linux(call)
+    check_meeting(group, timeout_seconds)
+    place = Address(address)
+    team = find_group_team(group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds, call=call)
+
+    def read_arguments() -> tuple[ModuleTarget, int]:
+        nbytes = parse_size(max_memory, "max_memory")
+        Budget.from_memory(nbytes, default_workers())
+        is_mooncake(wire, call)
+        return make_target(), nbytes
 
     def describe(made: tuple[ModuleTarget, int]) -> dict[str, str | None]:
         return {
-            "call": "take_weights",
+            "call": call,
             "relay": str(relay),
             "proof": str(proof),
             "address": place.path,
@@ -588,7 +616,7 @@ def take_weights(
             own = parts[team.position]["offer"]
             engine = team.broadcast("the engine's name", os.urandom(4).hex() if team.is_first else None)
             loan.callback(place.remove, place.register("engine", engine, team.rank, {"offer": own}))
-        by_mooncake = is_mooncake(wire, "take_weights")
+        by_mooncake = is_mooncake(wire, call)
         lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
         ranks = EngineRanks(block, open_siblings("engine", team, parts))
         return TakenWeights(
@@ -871,9 +899,10 @@ class TakenWeights:
         self._block.update(phase=Phase.READING)  # the trainer need not confirm again
         self._proven, self._checked_places = Proof(unproven=plan.unproven), self._target.list_places()
         stamp = (self._block.value.round, offer, step)
-        self._proof.record(plan, stamp)
+        self._proof.record(plan.parts)
         if digests is None:
             return True
+        self._proof.show(stamp)
         others = wait_for_tables(self._siblings.peers, stamp, lambda: self._check(deadline, "the other ranks"))
         if others is None:
             return False

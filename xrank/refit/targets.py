@@ -140,6 +140,34 @@ class ModuleTarget:
         count_changes(self._module, planned.tensors)
 
 
+class AdapterTarget(ModuleTarget):
+    """Tensors that are made for a trainer's LoRA adapter, all of them whole."""
+
+    def __init__(self) -> None:
+        super().__init__({}, None, None, 0, 1)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.config_text: str | None = None
+
+    def plan(self, model: TrainerModel) -> TargetPlan:
+        """Make the tensors, and return the proven copies from a trainer's model."""
+        import torch
+
+        if not model.adapter_names:
+            raise UsageError(
+                "the trainer offers no LoRA adapter",
+                got=f"{len(model.source.shards)} tensors of a model",
+                want="the tensors of a PeftModel",
+                next_step="let the trainer give its PeftModel to offer_weights, or use take_weights",
+            )
+        self.config_text = model.adapter_config
+        self.tensors = self._module = {
+            shard.name: torch.empty(shard.shape, dtype=getattr(torch, dtypes.dtype(shard.dtype).torch_name))
+            for shard in model.source.shards
+            if shard.name in model.adapter_names
+        }
+        return super().plan(model)
+
+
 class LoaderTarget(ModuleTarget):
     """The parameters that an engine's own loader fills. The loader runs once on stand-ins, which shows its copies."""
 

@@ -61,6 +61,18 @@ class LocalModel(Struct, frozen=True, eq=False):
             found[name] = tuple(tensor.shape) if is_plain else None if known is None else known.shape
         return found
 
+    def select(self, names: Collection[str]) -> LocalModel:
+        """Return the part with these tensors only."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        views = list(dict.fromkeys(self.view_of[name] for name in tensors))
+        return LocalModel(
+            tensors,
+            tuple(self.views[view] for view in views),
+            {name: views.index(self.view_of[name]) for name in tensors},
+            replace(self.record, tensors={name: one for name, one in self.record.tensors.items() if name in names}),
+            {name: target for name, target in self.aliases.items() if name in names and target in names},
+        )
+
     def describe(self) -> str:
         """Return everything except the values, as text for `read_ranks`."""
         return json.dumps(
