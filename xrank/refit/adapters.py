@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import Struct
@@ -140,5 +141,7 @@ class TakenAdapter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._weights.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._weights.__exit__(kind, error, trace)
