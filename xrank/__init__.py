@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from xrank.commands.clean import clean
     from xrank.commands.delta import make_delta
     from xrank.commands.delta_applying import apply_deltas, inspect_deltas, verify_deltas
+    from xrank.commands.delta_folding import fold_deltas
     from xrank.commands.export import export_model, save_model
     from xrank.commands.gather import gather_checkpoint
     from xrank.commands.inspect import inspect
@@ -42,6 +43,7 @@ __all__ = [
     "apply_deltas",
     "clean",
     "export_model",
+    "fold_deltas",
     "gather_checkpoint",
     "get_configs_parallel",
     "get_tensors_parallel",
@@ -71,6 +73,7 @@ _HOMES = {
     "apply_deltas": "commands.delta_applying",
     "clean": "commands.clean",
     "export_model": "commands.export",
+    "fold_deltas": "commands.delta_folding",
     "gather_checkpoint": "commands.gather",
     "get_configs_parallel": "workspace.parallel",
     "get_tensors_parallel": "workspace.parallel",

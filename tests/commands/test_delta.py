@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import xrank
 from tests.cli.bench import run
@@ -108,7 +108,7 @@ def test_large_tensors_and_several_threads(models, tmp_path, workers: int, encod
         *models, out, workers=workers, encoding=encoding, progress=lambda *figures: done.append(figures)
     )
     assert apply_version(out, read_model(models[0])) == read_model(models[1])
-    assert (report.details.version, report.details.base_version, report.details.num_changed) == (4, 0, 2)
+    assert (report.details.version, report.details.base_version, report.details.num_changed) == (4, 3, 2)
     total = sum(len(data) for _, _, data in read_model(models[1]).values())
     assert done[-1] == (total, total)
     assert report.nbytes < 10_000
@@ -133,6 +133,22 @@ def test_a_checkpoint_under_a_folders_names(tmp_path: Path) -> None:
     with pytest.raises(ContradictionError, match=r"lm_head\.weight"):
         xrank.make_delta(old, tmp_path / "step-2.pt", tmp_path / "weight_v000002")
     assert not (tmp_path / "weight_v000002").exists()
+
+
+def test_a_base_that_is_a_version(models, tmp_path: Path) -> None:
+    """Its number is that of its name; a model without one is taken for the version before."""
+    first = tmp_path / "chain" / "weight_v000001"
+    assert xrank.make_delta(*models, first, encoding="overwrite").details.base_version == 0
+    models[0].rename(tmp_path / "chain" / "weight_v000000")
+    third = save(
+        tmp_path / "third",
+        {**load_file(models[1] / "model.safetensors"), "layers.0.weight": torch.ones(40, 70).bfloat16()},
+    )
+    report = xrank.make_delta(first, third, tmp_path / "chain" / "weight_v000003")
+    assert (report.details.base_version, report.details.num_changed) == (1, 1)
+    xrank.gather_checkpoint(tmp_path / "chain" / "weight_v000003", tmp_path / "out")
+    assert read_model(tmp_path / "out") == read_model(third)
+    assert xrank.make_delta(models[1], third, tmp_path / "weight_v000008").details.base_version == 7
 
 
 def _reshaped(one: dict[str, torch.Tensor]) -> None:

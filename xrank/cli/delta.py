@@ -93,6 +93,24 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     ]
 
 
+@delta_command.command(
+    short_help="Make one version of consecutive ones.",
+    examples=["delta fold deltas/weight_v00000[1-4] -o folded/weight_v000004"],
+)
+@click.argument("versions", nargs=-1, required=True, metavar="DIR...", type=PATH)
+@_out
+@_max_shard_size
+@_overwrite
+@options.allow_http
+@reporting
+def fold(output: Output, versions: tuple[str, ...], out: str, **arguments: Any) -> None:
+    """Make one version of the consecutive versions in DIR; the model that they begin with is not needed."""
+    from xrank.commands.delta_folding import fold_deltas
+
+    report = fold_deltas(versions, out, **arguments)
+    output.report(report, _rows(report))
+
+
 _deltas = click.argument("deltas", nargs=-1, required=True, metavar="DIR...", type=PATH)
 
 

@@ -61,7 +61,7 @@ def make_delta(
         old: the model on which the delta is applied: a folder, or a checkpoint of any format that xrank reads.
         new: the model that it makes. It must have the same tensors, of the same shapes and types.
         out: the version's folder, ``deltas/weight_v000001``, or its URL in a store. Its name gives the version; that
-            of `old`, if it is a version's, gives the base's, which else is 0.
+            of `old`, if it is a version, gives the base's, which else is the version before.
         encoding: ``"xor"``, the old bytes xor the new ones, or ``"overwrite"``, positions and new bytes, which takes
             memory for all changes of a tensor.
         checksum: ``"xxh3-128"``, ``"blake3"`` (which needs the package of this name), or ``"adler32"``.

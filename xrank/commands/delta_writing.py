@@ -17,20 +17,29 @@ import numpy as np
 from msgspec.structs import replace
 
 from xrank.commands.folder_filling import make_once, make_output
-from xrank.commands.report import WrittenOutput, folder_report
+from xrank.commands.report import folder_report
 from xrank.engine.delta_bodies import Bodies, Body, make_bodies
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import make_plan
 from xrank.engine.report import DeltaDetails, Report
 from xrank.engine.tensor_pairs import Bytes, Side
 from xrank.errors import UsageError, option
-from xrank.formats.deltas import CHECKSUMS, ENCODINGS, MAX_OVERWRITTEN_NBYTES, DeltaFacts, state_digest, version_of
+from xrank.formats.deltas import (
+    CHECKSUMS,
+    ENCODINGS,
+    MAX_OVERWRITTEN_NBYTES,
+    DeltaFacts,
+    state_digest,
+    version_name,
+    version_of,
+)
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.output_files import OutputTensor, Selection
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
 from xrank.ranks.team import Team
+from xrank.readers.deltas import number_of, read_held_version
 from xrank.readers.placement import memory_of
 from xrank.recipes.decision import Decision, FolderPlan
 from xrank.recipes.found_source import FoundSource
@@ -40,7 +49,9 @@ from xrank.recipes.options import GatherOptions
 def plan_version(
     out: str, base: str, *, encoding: str = "xor", checksum: str = "xxh3-128", step: int | None = None
 ) -> DeltaFacts:
-    """Return the facts of the version that a folder's name gives; the name of the base's folder counts, too.
+    """Return the facts of the version that a folder's name gives.
+
+    The base has the number that its name or its manifest gives, else it is taken for the version before.
 
     Raises:
         UsageError: `out` is not named as a version, its number is not above the base's, or a choice is unknown.
@@ -51,17 +62,19 @@ def plan_version(
             raise UsageError(
                 f"{option(name)} must be one of {wanted}", got=repr(value), want=wanted, next_step="give one of these"
             )
-    name = os.path.basename(out.rstrip("/"))
-    version, base_version = version_of(name), version_of(os.path.basename(base.rstrip("/"))) or 0
-    if version is None or version <= base_version:
+    version, known = version_of(os.path.basename(out.rstrip("/"))), number_of(base)
+    if known is None and (held := read_held_version(base)) is not None:
+        known = held.number
+    before = known if known is not None else (version or 0) - 1
+    if version is None or not 0 <= before < version:
         raise UsageError(
             f"{out} is not the folder of a version after {base}",
             file=out,
-            got=name,
-            want=f"weight_v{base_version + 1:06d}, or a higher number",
+            got=os.path.basename(out.rstrip("/")),
+            want=f"{version_name((known or 0) + 1)}, or a higher number",
             next_step="give the folder such a name: its number is the version's",
         )
-    return DeltaFacts(version, base_version, encoding, checksum, step=step)
+    return DeltaFacts(version, before, encoding, checksum, step=step)
 
 
 def check_same_tensors(
@@ -147,6 +160,36 @@ def write_delta(
         return Bodies([*chain(*(one.found for one in made))], [*chain(*(one.frames for one in made))])
 
     made, _ = team.agree("the changes", make, lambda _: None, lambda _, __: None)
+    return write_bodies(
+        team,
+        made,
+        outputs,
+        facts,
+        described,
+        out,
+        options,
+        command=command,
+        started=started,
+        notes=notes,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def write_bodies(
+    team: Team,
+    made: Bodies,
+    outputs: Sequence[OutputTensor],
+    facts: DeltaFacts,
+    described: StoredModel,
+    out: str,
+    options: GatherOptions,
+    *,
+    command: str,
+    started: float,
+    notes: Sequence[tuple[str, str]] = (),
+    timeout_seconds: float = 1800.0,
+) -> Report:
+    """Write the folder of a version, of whose bodies each rank has made some; other arguments as of `write_delta`."""
     offer = MemoryOffer(
         made.frames,
         across_hosts=team.needs_ports,
@@ -173,7 +216,16 @@ def write_delta(
             else:
                 written = make_output(planned, source, out, None, team, planned.source.records.file)
             team.meet("the end of the delta")
-    return _report(planned, written, [*chain.from_iterable(bodies)], facts, out, command, started)
+    details = DeltaDetails(
+        version=facts.version,
+        base_version=facts.base_version,
+        encoding=facts.encoding,
+        checksum=facts.checksum,
+        num_compared=sum(map(len, bodies)),
+        num_changed=len(planned.selection.outputs),
+        state=(planned.index or {})["xrank"].get("state", ""),
+    )
+    return replace(folder_report(command, planned, written, out, started), details=details)
 
 
 def _check_sizes(outputs: Sequence[OutputTensor], facts: DeltaFacts, out: str) -> None:
@@ -212,14 +264,12 @@ def _plan_folder(
 ) -> tuple[FolderPlan, list[int], list[int]]:
     """Return the plan of the folder, whose records are the bodies, and the rank and the view of each record."""
     everything = [*chain.from_iterable(bodies)]
-    states = [
-        state_digest({outputs[one.number].name: (*_kind(outputs[one.number]), digest) for one, digest in pairs})
-        for pairs in (
-            [(one, one.digest) for one in everything],
-            [(one, one.base_digest) for one in everything],
-        )
-    ]
-    facts = replace(facts, state=states[0], base_state=states[1])
+    if any(one.digest for one in everything):  # else the facts are those of versions that are folded
+        kinds = [(outputs[one.number].name, outputs[one.number].dtype, outputs[one.number].shape) for one in everything]
+        for field in ("digest", "base_digest"):
+            rows_of = zip(kinds, everything, strict=True)
+            state = state_digest({name: (dtype, shape, getattr(one, field)) for (name, dtype, shape), one in rows_of})
+            facts = replace(facts, **{"state" if field == "digest" else "base_state": state})
     rows = []
     for position, own in enumerate(bodies):
         changed = [one for one in own if one.nbytes]
@@ -256,28 +306,3 @@ def make_whole_shard(tensor: OutputTensor, rank: int, record: int) -> StoredShar
     nests = [canonical(Nest(0, 0, ((tensor.num_elements, 1, 1),)))] if tensor.num_elements else []
     ranks, records = (int_array([one] * len(nests)) for one in (rank, record))
     return StoredShard(tensor.name, tensor.dtype, tensor.shape, ranks, records, NestTable.from_nests(nests))
-
-
-def _kind(output: OutputTensor) -> tuple[str, tuple[int, ...]]:
-    return output.dtype, output.shape
-
-
-def _report(
-    planned: FolderPlan,
-    written: WrittenOutput,
-    bodies: Sequence[Body],
-    facts: DeltaFacts,
-    out: str,
-    command: str,
-    started: float,
-) -> Report:
-    details = DeltaDetails(
-        version=facts.version,
-        base_version=facts.base_version,
-        encoding=facts.encoding,
-        checksum=facts.checksum,
-        num_compared=len(bodies),
-        num_changed=sum(1 for one in bodies if one.nbytes),
-        state=(planned.index or {})["xrank"]["state"],
-    )
-    return replace(folder_report(command, planned, written, out, started), details=details)
