@@ -12,14 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import xrank
 from tests.cli.bench import refusal, run
+from tests.readers.made_deltas import Model, change_model, make_model, read_folder, write_delta, write_whole
 from xrank.commands.clean import clean
 from xrank.commands.inspect import inspect_source
 from xrank.errors import IncompleteError
+from xrank.formats.deltas import version_name
 from xrank.ranks.directory_messages import DirectoryMessages
 from xrank.storage import folder_stage
 from xrank.storage.folder_stage import encode_journal
@@ -311,3 +314,44 @@ def test_a_stage_is_inspected_while_its_gather_goes_on(tmp_path: Path, monkeypat
     committed_once_read(monkeypatch, folder_stage, tmp_path / "model")
     with pytest.raises(IncompleteError, match="does not exist"):
         inspect_source(path)
+
+
+def make_versions(folder: Path, *wholes: int) -> list[Model]:
+    """Write six versions with xrank, some of them whole."""
+    generator = np.random.default_rng(0)
+    models = [make_model(generator, ["BF16"], 9)]
+    for version in range(1, 7):
+        models.append(change_model(models[-1], generator))
+        place = folder / version_name(version)
+        (write_whole(place, models[-1]) if version in wholes else write_delta(folder, models[-2], models[-1], version))
+        (place / "xrank_manifest.json").write_text("{}")
+    return models
+
+
+def test_versions_before_the_newest_whole_one_go(tmp_path: Path) -> None:
+    """Readers of the versions that stay find all that they need."""
+    models = make_versions(tmp_path, 2, 4)
+    (tmp_path / "weight_v000002" / "xrank_manifest.json").unlink()
+    listed = xrank.clean(tmp_path, dry_run=True).details["stages"]
+    assert [(Path(row["path"]).name, row["removed"]) for row in listed] == [
+        *(("weight_v000001", True), ("weight_v000002", False), ("weight_v000003", True)),
+    ]
+    assert len(list(tmp_path.iterdir())) == 6
+    report = xrank.clean(tmp_path)
+    assert report.details["num_removed"] == 2 and report.details["removed_nbytes"] > 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"weight_v00000{number}" for number in (2, 4, 5, 6)]
+    xrank.gather_checkpoint(tmp_path / "weight_v000006", tmp_path / "out")
+    assert read_folder(tmp_path / "out") == models[6]
+
+
+def test_versions_stay_if_the_chain_is_not_there(tmp_path: Path) -> None:
+    """Without a whole version, with a hole after it, or with a whole one that lacks a file."""
+    for name, wholes in (("none", ()), ("hole", (3,)), ("file", (3,))):
+        make_versions(tmp_path / name, *wholes)
+        if name == "hole":
+            shutil.rmtree(tmp_path / name / "weight_v000005")
+        if name == "file":
+            next((tmp_path / name / "weight_v000003").glob("*.safetensors")).unlink()
+        before = sorted((tmp_path / name).rglob("*"))
+        assert xrank.clean(tmp_path / name).details["num_removed"] == 0
+        assert sorted((tmp_path / name).rglob("*")) == before

@@ -100,3 +100,15 @@ def test_a_receiver_that_is_stopped_at_any_request(
                 assert found == models[2] and xrank.verify_model(out).ok, f"request {point}"
                 small_server.forget(small_bucket.name)
     assert all(outcomes.values()), outcomes
+
+
+def test_versions_that_no_reader_needs(small_bucket: Bucket, tmp_path: Path) -> None:
+    """They go from a bucket as from a disk."""
+    models = make_chain(tmp_path)
+    write_whole(tmp_path / "deltas" / "weight_v000003", models[1], 3)
+    for path in (tmp_path / "deltas").iterdir():
+        (path / "xrank_manifest.json").write_text("{}")
+        small_bucket.put_folder(path, f"deltas/{path.name}")
+    report = xrank.clean(f"{small_bucket.url}/deltas")
+    assert report.details["num_removed"] == 2
+    assert {key.split("/")[1] for key in small_bucket.read_all("deltas")} == {"weight_v000003"}

@@ -22,7 +22,8 @@ from xrank.words import plural, size_text
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
     """Remove the stages and messages that dead gathers left in the folders PATH.
 
-    PATH may be the URL of an output in a store: abandoned uploads are aborted.
+    PATH may be the URL of an output in a store: abandoned uploads are aborted. In a folder of versions (weight_v000001
+    and so on) those before the newest whole one are removed, too, as no reader needs them.
     Only what xrank made is removed; its shared memory has no name and ends with its last process.
     """
     from xrank.commands.clean import clean

@@ -9,7 +9,9 @@ from typing import Any
 
 from xrank.engine.report import CleanDetails, Report, timed_report
 from xrank.errors import UsageError, names_own_arguments
+from xrank.formats.deltas import version_of
 from xrank.ranks.directory_messages import MessageName
+from xrank.storage import places
 from xrank.storage.folder_stage import clean_messages, clean_places, folder_time
 from xrank.storage.url import is_url
 
@@ -33,8 +35,12 @@ def clean(
     killed are removed. S3 does not record which program began an upload, so one that no journal names stays; in Azure
     and Google, whose parts bear xrank's names, it goes when it is an hour old.
 
+    Of a folder of versions (``weight_v000001``, ...), those before the newest whole one are removed, too: no reader
+    needs them. They stay if the chain from that one to the newest version is not there.
+
     Args:
-        paths: folders that hold outputs or messages, or outputs themselves; URLs of outputs; or one of them.
+        paths: folders that hold outputs, messages or versions, or outputs themselves; URLs of outputs or of folders of
+            versions; or one of them.
         dry_run: list the remains without removing them.
         now: returns the time in seconds by the clock that stamps a folder's files, a file server's for instance.
 
@@ -56,12 +62,14 @@ def clean(
             from xrank.storage.bucket_stage import clean_bucket  # folders do not need this module
 
             stages += clean_bucket(os.fspath(path), dry_run=dry_run)
+            stages += _clean_versions(places.enter(path), dry_run=dry_run)
             continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
         folder = os.fspath(path)
         seconds = now(folder)
         stages += clean_places(folder, dry_run=dry_run, now=seconds)
+        stages += _clean_versions(folder, dry_run=dry_run)
         messages += clean_messages(folder, MessageName.owner_state, dry_run=dry_run, now=seconds)
     sizes = [row["nbytes"] for row in (*stages, *messages) if row["removed"]]
     return timed_report(
@@ -75,3 +83,11 @@ def clean(
             dry_run=dry_run,
         ),
     )
+
+
+def _clean_versions(path: str, *, dry_run: bool) -> list[dict[str, Any]]:
+    if not places.is_folder(path) or not any(version_of(name) is not None for name in places.list_names(path)):
+        return []
+    from xrank.commands.unneeded_versions import remove_unneeded_versions  # few folders contain versions
+
+    return remove_unneeded_versions(path, dry_run=dry_run)

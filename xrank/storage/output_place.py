@@ -282,4 +282,5 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
             # Unlinked while held: a process that opened this file before finds it without a name and makes a new one.
             with suppress(OSError):
                 os.unlink(path)
-            os.close(fd)
+            with suppress(OSError):  # the kernel closes it in any case (close(2))
+                os.close(fd)
