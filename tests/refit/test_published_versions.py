@@ -15,8 +15,8 @@ from tests.commands.exported import llama, shard
 from tests.commands.test_delta_live import train
 from tests.commands.test_quantize import cut, make_state
 from tests.sampled import sampled
-from xrank.engine import delta_bodies
-from xrank.errors import RankFailedError, UsageError
+from xrank.engine import made_records
+from xrank.errors import RankFailedError, UsageError, XrankError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,8 +84,8 @@ def test_after_a_failure_the_next_version_is_whole(rank, tmp_path: Path) -> None
         offer.publish(1)
         model["a.weight"][4] += 1
         model["b.weight"][2] += 1  # each rank has one of the two
-        write = fail if rank == 1 else delta_bodies.write_at
-        with patch.object(delta_bodies, "write_at", write), pytest.raises(OSError if rank else RankFailedError):
+        write = fail if rank == 1 else made_records.write_at
+        with patch.object(made_records, "write_at", write), pytest.raises(XrankError if rank else RankFailedError):
             offer.publish(2)
         assert sorted(path.name for path in folder.iterdir()) == ["weight_v000000", "weight_v000001"]
         model["b.weight"][4] += 1
