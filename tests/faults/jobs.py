@@ -344,8 +344,41 @@ def _applied_deltas(folder: Path) -> Iterator[Job]:
         yield job.learn()
 
 
+def _made_deltas(folder: Path) -> Iterator[Job]:
+    """Versions made of two models on disk, of versions, and of a model in memory."""
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    models = [make_deltas_model(generator, ["BF16"], 20)]
+    write_whole(folder / "0", models[0])
+    for version in (1, 2):
+        models.append(change_model(models[-1], generator))
+        write_whole(folder / str(version), models[-1])
+        write_delta(folder / "deltas", models[-2], models[-1], version)
+    exported = made_model(0)
+    xrank.save_model(exported, folder / "exported")
+    for tensor in exported.values():
+        tensor.view(-1)[0] += 1
+    for name in (
+        *("delta make", "delta make, overwrite", "delta make, resumed", "delta fold", "delta fold, resumed"),
+        *("export, delta", "export, delta, resumed"),
+    ):
+        place = folder / name.replace(", ", "-").replace(" ", "-")
+        place.mkdir()
+        out, options = place / "weight_v000002", {"max_shard_size": "1", "overwrite": "overwrite" in name}
+        make = _call(xrank.make_delta, folder / "1", folder / "2", out, workers=1, **options)
+        if "fold" in name:
+            make = _call(xrank.fold_deltas, folder / "deltas", out, **options)
+        elif "export" in name:
+            make = _call(xrank.export_model, exported, out, delta_from=folder / "exported", **options)
+        job = Job(name, place, out, make, has_old=options["overwrite"])
+        if "resumed" in name:
+            job.begins = _interrupted(job)
+        old = _call(xrank.make_delta, folder / "0", folder / "2", out, workers=1, **options)
+        yield job.learn(old if job.has_old else None)
+
+
 _MAKERS: tuple[Callable[[Path], Iterator[Job]], ...] = (
-    *(_gathers, _adapters, _reshards, _exports, _applied_deltas, _states, _small_files),
+    *(_gathers, _adapters, _reshards, _exports, _made_deltas, _applied_deltas, _states, _small_files),
 )
 
 
