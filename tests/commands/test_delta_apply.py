@@ -43,6 +43,7 @@ def held(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(2400)
 def test_random_chains_are_followed(tmp_path: Path, soak: bool) -> None:
     """By versions in their order, with some left out, and whole ones in between."""
     for seed in range(300 if soak else 12):

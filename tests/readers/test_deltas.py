@@ -41,6 +41,7 @@ def check_versions(folder: Path, models: list[Model]) -> None:
         assert (out / "config.json").read_text() == '{"model_type": "made"}'
 
 
+@pytest.mark.timeout(2400)
 def test_random_chains_are_equal_to_whole_models(tmp_path: Path, soak: bool) -> None:
     """Types, sizes, encodings, checksums, and whole versions in between, by chance; 1,000 chains with --soak."""
     for seed in range(1000 if soak else 20):

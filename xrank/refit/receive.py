@@ -494,8 +494,10 @@ def _read_nest(nest: Entry) -> Nest:
 @names_own_arguments
 def take_weights(
     target: FilledModule,
-    address: str | os.PathLike[str],
+    address: str | os.PathLike[str] | None = None,
     *,
+    deltas: str | os.PathLike[str] | None = None,
+    base_model: str | os.PathLike[str] | None = None,
     layouts: LayoutMap | None = None,
     mesh: Any = None,
     loader: Loader | None = None,
@@ -515,7 +517,11 @@ def take_weights(
     Args:
         target: the rank's module or state dict, as for `xrank.load_model`, under Hugging Face's names; or, with
             `loader`, the engine's module in its own form.
-        address: the directory of the trainer's `xrank.offer_weights`.
+        address: the directory of the trainer's `xrank.offer_weights`; None with `deltas`.
+        deltas: a folder of versions, or its URL, in the place of a trainer's address: each update takes the newest
+            version, and waits for a newer one than the engine holds. It reads all tensors at first, later those that
+            have changed since.
+        base_model: the folder of the model on which the first version in `deltas` is based; None: one is whole.
         layouts: the layouts of plain tensors that are cut; other plain tensors are whole.
         mesh: the mesh of `layouts`, if they have none, or of a Megatron module.
         loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
@@ -556,6 +562,15 @@ def take_weights(
             )
         return LoaderTarget(target, loader)
 
+    if deltas is not None or address is None:
+        from xrank.refit.followed_deltas import FollowedWeights, check_no_address  # other engines have a trainer
+
+        require("torch", "take_weights")
+        check_meeting(group, timeout_seconds)
+        check_no_address(address, {"relay": relay, "proof": proof, "wire": wire})
+        if deltas is None:
+            raise UsageError("nothing says where the weights come from", next_step="give address= or deltas=")
+        return FollowedWeights(make_target, deltas, base_model, parse_size(max_memory, "max_memory"), group)
     return take_into(
         make_target,
         address,

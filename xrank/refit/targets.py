@@ -18,6 +18,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import dtypes
+from xrank.engine.buffers import Source
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
 from xrank.engine.replicas import spread_copies
@@ -338,7 +339,7 @@ class Transfer(Struct, eq=False):
         self._run_calls(check)
         if self.buffered is None:
             return self.direct_nbytes
-        source, target = _CountedSource(self.source), TensorTarget(dict(enumerate(self.buffered_tensors)))
+        source, target = CountedSource(self.source), TensorTarget(dict(enumerate(self.buffered_tensors)))
         shares = share_all(self.buffered)
 
         def cancelled() -> bool:
@@ -467,10 +468,10 @@ def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> l
     return found
 
 
-class _CountedSource:
+class CountedSource:
     """A source that counts the bytes it reads."""
 
-    def __init__(self, source: PeerSource) -> None:
+    def __init__(self, source: Source) -> None:
         self._source, self._lock = source, threading.Lock()
         self.nbytes = 0
 

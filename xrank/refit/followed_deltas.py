@@ -1,0 +1,241 @@
+"""Follow: an engine's ranks take the versions that a trainer leaves in a folder, without a connection to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from xrank.engine.executor import Budget, execute
+from xrank.engine.planner import Plan
+from xrank.engine.sources import open_source
+from xrank.engine.tensor_target import TensorTarget
+from xrank.engine.windows import share_all
+from xrank.errors import RankTimeoutError, UsageError, XrankError, names_own_arguments
+from xrank.layout.nest_table import int_array
+from xrank.layout.stored_model import StoredModel
+from xrank.ranks.failure import Deadline
+from xrank.ranks.team import find_group_team
+from xrank.readers.deltas import Chain, find_chain, list_versions, read_chain, read_whole
+from xrank.readers.hugging_face.folder import read_delta, read_facts
+from xrank.readers.live.models import LiveModel
+from xrank.recipes.found_source import read_config
+from xrank.recipes.options import default_workers
+from xrank.recipes.sources import open_base_model
+from xrank.refit.directory import TrainerModel
+from xrank.refit.receive import TakenWeights
+from xrank.refit.targets import CountedSource, MemoryPlaces, ModuleTarget, TargetPlan, UpdateReport
+from xrank.storage import places
+from xrank.storage.url import is_url
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LOOK_SECONDS = 0.25
+"""Time between two looks for a version; four times as much in a store, which counts requests."""
+
+
+class _Held(Struct, frozen=True):
+    """The version that this rank's tensors hold."""
+
+    number: int
+    checksums: Mapping[str, str] | None
+    """Those that the version records; None: it is whole."""
+    places: MemoryPlaces
+
+
+class FollowedWeights(TakenWeights):
+    """An engine rank's weights, made by ``xrank.take_weights(deltas=...)``. One thread may use it."""
+
+    def __init__(
+        self,
+        make_target: Callable[[], ModuleTarget],
+        folder: str | os.PathLike[str],
+        base_model: str | os.PathLike[str] | None,
+        max_memory_nbytes: int,
+        group: ProcessGroup | None,
+    ) -> None:
+        self._target, self._group = make_target(), group
+        self._folder = places.enter(folder)
+        self._base = None if base_model is None else open_base_model(base_model).path
+        self._budget = Budget.from_memory(max_memory_nbytes, default_workers())
+        self._held: _Held | None = None
+        self._proof, self._is_closed = None, False
+        self.step: int | None = None
+
+    @names_own_arguments
+    def update(self, step: int | None = None, *, timeout_seconds: float = 600.0) -> UpdateReport:
+        """Take the newest version, and wait for it if this engine holds it already; every rank makes this call.
+
+        All tensors are filled at first, and later those that have changed since the version that is held. Each record
+        is compared with its checksum before a byte of it is used. The tensors are written in place: no request may use
+        them during the call.
+
+        Args:
+            step: the step of the version to take, or its number if it records no step; None: the newest.
+            timeout_seconds: how long the trainer may take to write a version, and the other ranks to arrive.
+
+        Raises:
+            UsageError: the version of the step is past and not there, or the engine's tensors do not fit.
+            RankTimeoutError: no new version came in time.
+            RankFailedError: another rank of the engine has failed; `step` is None, and the next call fills all tensors.
+            XrankError: as `xrank.apply_deltas`, and as `xrank.load_model` before a tensor changes.
+        """
+        if self._is_closed:
+            raise UsageError("the weights are closed", next_step="call take_weights again")
+        deadline, place = Deadline(timeout_seconds), os.path.join(self._folder, "engine")
+        team = find_group_team(self._group, place, timeout_seconds=timeout_seconds, call="update", joins_launch=False)
+        with team.together():
+
+            def choose(_: object, ranks: Sequence[int | None]) -> list[Any]:
+                return list(self._wait_for_version(None if None in ranks else self._held, step, deadline))
+
+            _, (number, path) = team.agree(
+                "the version", lambda: None, lambda _: None if self._held is None else self._held.number, choose
+            )
+            started = monotonic()
+            places.enter(self._folder)
+            chain = None if read_facts(path) is None else find_chain(path, self._base)
+            model = read_whole(path) if chain is None else read_chain(chain)
+            (planned, plan, step), _ = team.agree(
+                "the plan",
+                lambda: self._plan(model, path if chain is None else chain.base, chain, number),
+                lambda _: None,
+                lambda _, __: None,
+            )
+            plan_seconds = monotonic() - started
+            held = _Held(number, _read_checksums(path), self._target.list_places())
+            self.step = self._held = None
+            copied = monotonic()
+            moved = self._fill(planned, plan, team.make_failure_check())
+            copied = monotonic() - copied
+            team.meet("the version is taken")
+        self._held, self.step = held, step
+        whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
+        times = monotonic() - started, copied, plan_seconds
+        return UpdateReport(step, plan.nbytes, moved, 0, *times, whole, planned.unused, {}, {})
+
+    def copy_from_engines(self, *, timeout_seconds: float = 600.0) -> UpdateReport:
+        """Refuse: an engine that starts late takes the newest version by `update`."""
+        raise UsageError("weights that follow versions are not copied from engines", next_step="call update")
+
+    def _end(self, error: BaseException | None) -> None:
+        self._is_closed = True
+
+    def _wait_for_version(self, held: _Held | None, step: int | None, deadline: Deadline) -> tuple[int, str]:
+        """Return a version's number and folder: that of a step, or the newest once it is another one than is held."""
+        while True:
+            places.enter(self._folder)
+            with suppress(FileNotFoundError):  # the trainer has not made it yet, or begins anew
+                versions = list_versions(self._folder)
+                number = _find_step(versions, step)
+                if number is not None and (step is not None or held is None or self._is_new(held, versions)):
+                    return number, versions[number]
+            if deadline.has_passed:
+                raise RankTimeoutError(
+                    f"no new version came into {self._folder}",
+                    file=self._folder,
+                    got="none" if held is None else f"version {held.number}, which is held",
+                    want="a later version, or one of another run",
+                    next_step="let the trainer write the next version, then repeat the call",
+                )
+            sleep(_LOOK_SECONDS * (4 if is_url(self._folder) else 1))
+
+    @staticmethod
+    def _is_new(held: _Held, versions: Mapping[int, str]) -> bool:
+        newest = max(versions)
+        # A run that begins anew writes versions of the same numbers.
+        return newest != held.number or _read_checksums(versions[newest]) != held.checksums
+
+    def _plan(self, model: StoredModel, base: str, chain: Chain | None, number: int) -> tuple[TargetPlan, Plan, int]:
+        """Return the plan of all tensors, of those that have changed since the version that is held, and the step."""
+        config_path = os.path.join(base, "config.json")
+        config = read_config(config_path) if places.is_file(config_path) else None
+        live = LiveModel(model, int_array([]), int_array([]))
+        planned = self._target.plan(TrainerModel(live, model, config, frozenset()))
+        changed = None if planned.fills else self._find_changed(chain, planned.plan.source)
+        files = planned.plan.files
+        if changed is not None:
+            files = tuple(
+                file
+                for file in files
+                if any(
+                    tensor.output.name in planned.whole or np.isin(tensor.copies.record, changed).any()
+                    for tensor in file.tensors
+                )
+            )
+        step = number if chain is None or chain.last.step is None else chain.last.step
+        return planned, replace(planned.plan, files=files), step
+
+    def _find_changed(self, chain: Chain | None, model: StoredModel) -> list[int] | None:
+        """Return the records that have changed since the version that is held; None: it is not one of the chain."""
+        held = self._held
+        if chain is None or held is None or held.places != self._target.list_places():
+            return None
+        folders = {version.facts.version: version.path for version in chain.versions}
+        if held.number not in folders or _read_checksums(folders[held.number]) != held.checksums:
+            return None
+        later = {folder for number, folder in folders.items() if number > held.number}
+        is_later = [os.path.dirname(file.path) in later for file in model.files]
+        return [
+            record
+            for record, changes in model.records.changed.items()
+            if any(is_later[int(model.records.file[change.body])] for change in changes)
+        ]
+
+    def _fill(self, planned: TargetPlan, plan: Plan, cancelled: Callable[[], bool]) -> int:
+        """Fill the tensors of a part of a plan; return the bytes that were read."""
+        tensors = dict(zip(map(id, planned.plan.files), planned.tensors, strict=True))
+        target = TensorTarget({number: tensors[id(file)] for number, file in enumerate(plan.files)})
+        self._target.begin(planned)
+        with closing(open_source(plan.source)) as files:
+            source = CountedSource(files)
+            try:
+                execute(plan, source, target, budget=self._budget, shares=share_all(plan), cancelled=cancelled)
+                files.check_unchanged()
+            finally:
+                target.finish()
+        self._target.finish(planned)
+        return source.nbytes
+
+
+def _find_step(versions: Mapping[int, str], step: int | None) -> int | None:
+    """Return the version of a step, or the newest; None if it is not there yet, UsageError if it never will be."""
+    for number in sorted(versions, reverse=True):
+        facts = None if step is None else read_facts(versions[number])
+        found = number if facts is None or facts.step is None else facts.step
+        if step in (None, found):
+            return number
+        if step is not None and found < step:
+            return None
+    if versions and step is not None:
+        want, next_step = "a step that is there or comes later, or None for the newest", "take the newest version"
+        raise UsageError(f"step {step} is past", got="no version of it", want=want, next_step=next_step)
+    return None
+
+
+def _read_checksums(folder: str) -> Mapping[str, str] | None:
+    """Return the checksums that a version records, by tensor; None if it is whole, or being removed."""
+    with suppress(XrankError):
+        found = read_delta(folder)
+        if found is not None:
+            return {tensor.name: one.metadata.get(tensor.name, "") for one in found[1] for tensor in one.tensors}
+    return None
+
+
+def check_no_address(address: object, surplus: Mapping[str, object]) -> None:
+    """Refuse arguments that need a trainer beside ``deltas``."""
+    name = "address" if address is not None else next((name for name, value in surplus.items() if value), None)
+    if name is not None:
+        raise UsageError(
+            "versions in a folder are taken without a trainer",
+            got=f"deltas= and {name}=",
+            want="one of them",
+            next_step=f"leave {name}= out, or take the weights from a trainer without deltas=",
+        )
