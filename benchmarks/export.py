@@ -59,7 +59,7 @@ def _be_rank(
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    model = _made(layout, num_ranks, layers)
+    model = make_llama(layout, num_ranks, layers)
     out = Path(folder) / "out"
     ways: dict[str, Callable[[Path], None]] = {
         "xrank": lambda to: _export(model, to),
@@ -72,14 +72,14 @@ def _be_rank(
     for number in range(rounds + 1):  # the first is to meet, and to make all modules known
         for name in names:
             to = out if name == "xrank" else Path(folder) / "other"
-            before = _reset_peak()
+            before = reset_peak()
             dist.barrier()
             started = time.perf_counter()
             ways[name](to)
             dist.barrier()
             if number:
                 times[name].append(time.perf_counter() - started)
-            grown = torch.tensor(_peak() - before)
+            grown = torch.tensor(read_peak() - before)
             dist.all_reduce(grown, dist.ReduceOp.MAX)
             memory[name] = max(memory[name], int(grown))
             if rank == 0 and name != "xrank":
@@ -94,7 +94,7 @@ def _be_rank(
     dist.destroy_process_group()
 
 
-def _made(layout: str, num_ranks: int, layers: int) -> dict[str, torch.Tensor]:
+def make_llama(layout: str, num_ranks: int, layers: int) -> dict[str, torch.Tensor]:
     """Return a Llama's tensors, of hidden size 2,048, as this rank has them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -176,13 +176,14 @@ def _save_dcp(model: dict[str, torch.Tensor], to: Path) -> None:
         subprocess.run(["sync", "-f", to], check=True)
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Let the highest resident set be counted anew; return what it is now."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+    return read_peak()
 
 
-def _peak() -> int:
+def read_peak() -> int:
+    """Return the highest resident set since then."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 

@@ -10,13 +10,11 @@ from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec.structs import replace
 
 from xrank.commands.delta_writing import (
     check_same_tensors,
     make_unfit_error,
-    make_whole_shard,
     plan_version,
     write_delta,
 )
@@ -32,9 +30,7 @@ from xrank.engine.tensor_target import TensorTarget, empty_tensor
 from xrank.engine.transforms import TransformedTensor
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import OutputFile, OutputTensor
-from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
-from xrank.ranks.loans import MemoryOffer, PeerSource
-from xrank.ranks.memory import local_bytes
+from xrank.ranks.loans import PeerSource
 from xrank.ranks.team import Team
 from xrank.recipes.decision import FolderPlan, digest_of_plan
 from xrank.recipes.sources import read_source
@@ -104,27 +100,16 @@ class LiveTensors:
         tensors = {output.name: empty_tensor(output) for output in outputs}
         budget = self._gather.options.budget
         make_transformed_tensors(self._transforms, batch, self._source, budget, tensors)
-        side = make_local_side([tensors[output.name] for output in outputs], outputs)
-        files = dict(zip(numbers, side.plan.files, strict=True))
-        plan = replace(side.plan, files=tuple(files.get(number, one) for number, one in enumerate(self.plan.files)))
-        return numbers, Side(plan, side.source)
+        rows = {number: row_of(tensors[output.name]) for number, output in zip(numbers, outputs, strict=True)}
+        return numbers, Side(self.plan, self._source, rows)
 
 
-def make_local_side(tensors: Sequence[torch.Tensor], outputs: Sequence[OutputTensor]) -> Side:
-    """Return tensors in the memory of this process as they are."""
-    count = len(outputs)
-    sizes, zeros = np.array([output.nbytes for output in outputs], np.int64), np.zeros(count, np.int64)
-    file = SourceFile("memory", int(sizes.sum()), 0, 0)
-    model = StoredModel(
-        format="memory",
-        path="memory",
-        files=(file,),
-        records=RecordTable(zeros, zeros, sizes, np.full(count, NO_CHECKSUM)),
-        shards=tuple(make_whole_shard(output, 0, record) for record, output in enumerate(outputs)),
-    )
-    offer = MemoryOffer([local_bytes(tensor) for tensor in tensors], is_alone=True)
-    source = PeerSource(offer, 0, {}, [0] * count, range(count), check=lambda: None, timeout_seconds=0)
-    return Side(make_plan(model, [OutputFile.bare(one) for one in outputs]), source)
+def row_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor that is in a row on the CPU; they keep it alive."""
+    import torch
+
+    row: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return row
 
 
 def check_model_alone(gather: FolderPlan, new: str, out: str) -> None:

@@ -245,7 +245,7 @@ class Worker:
             elif len(plan.replicas):
                 self._compare(file.prepare(portion.tensor), portion.low, portion.high, part)
             width = dtypes.dtype(plan.output.dtype).nbytes
-            trailer = file.add(portion.tensor, portion.low * width, part)
+            trailer = file.add(portion.tensor, portion.low * width, part) if self._shared.digests else None
             if trailer is not None:
                 self._shared.write_late(file, trailer)
         self._clear(done, nbytes)
@@ -422,6 +422,7 @@ def execute(
     shares: Mapping[int, Sequence[range]] | None = None,
     checksums: RecordChecksums | None = None,
     file_hashes: FileHashes | None = None,
+    digests: bool = True,
     replicas: Literal["verify", "pick"] = "verify",
     begin: Callable[[int], None] = lambda index: None,
     finish: Callable[[FinishedFile], None] = lambda finished: None,
@@ -444,6 +445,7 @@ def execute(
             records are checked as far as they are read here; the caller joins the reads of other executions.
         checksums: state of the records that other executions have read; None: they have read none.
         file_hashes: gets each window of the files, which must be whole; None: they are not hashed.
+        digests: whether tensors are digested; if not, `shares` are made, and their digests are not to be used.
         replicas: "verify" raises if pieces that must be equal differ, "pick" counts the differences.
         begin: called before a file's first byte is written, by one thread at a time.
         finish: called after a file's last byte was written and its sources were checked, by any thread.
@@ -475,7 +477,7 @@ def execute(
     state = _Execution(
         plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows, checksums
     )
-    state.file_hashes = file_hashes
+    state.file_hashes, state.digests = file_hashes, digests
     state.queue = state.windows([(index, None) for index in whole] if shares is None else shares.items())
     windows_nbytes = budget.num_windows * max(largest, WINDOW_NBYTES)
     workers = [Worker(state, budget.staging_nbytes, windows_nbytes) for _ in range(budget.workers)]
@@ -535,6 +537,7 @@ class _Execution:
         self._merged: WeakValueDictionary[tuple[int, int], MergedTensor] = WeakValueDictionary()
         """Tensors whose factors are in memory, by file and number: each as long as a worker refers to it."""
         self.file_hashes: FileHashes | None = None
+        self.digests = True
         self._ahead: deque[Job] = deque()
         """Windows that come next; the source has begun to fetch the first `_num_announced`."""
         self._num_announced = 0

@@ -7,7 +7,7 @@ of one tensor come from one thread, in order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -39,6 +39,8 @@ class Side(Struct, frozen=True, eq=False):
 
     plan: Plan
     source: Source
+    rows: Mapping[int, memoryview] | None = None
+    """Number -> all bytes of a tensor in this process's memory, from which it is taken; None: the source is read."""
 
 
 def read_pairs(
@@ -96,6 +98,8 @@ def read_pairs(
         finally:
             stop.set()  # after Ctrl-C, too: the pool waits for its threads
     for side, state in zip(sides, states, strict=True):
+        if side.rows is not None:
+            continue
         used = [copies.record for number in numbers for copies in side.plan.files[number].tensors[0].read]
         records = np.unique(np.concatenate([np.empty(0, np.int64), *used]))
         read_rest(state, side.source, records, take_memory(WINDOW_NBYTES, "a buffer"))
@@ -141,11 +145,13 @@ class _Reader:
         }
         plan, source = self._side.plan, self._side.source
         checksums, cancelled = self._checksums, self._cancelled
-        if windows:
+        if windows and self._side.rows is None:
             execute(plan, source, self, budget=self._budget, shares=windows, checksums=checksums, cancelled=cancelled)
 
     def find(self, place: _Place, low: int) -> Bytes:
         """Return the stretch of a tensor."""
+        if self._side.rows is not None and place.nbytes:
+            return np.frombuffer(self._side.rows[place.number], np.uint8)[low : low + _STRETCH_NBYTES]
         stretch = self._room[place.start : place.start + min(place.nbytes - low, _STRETCH_NBYTES)]
         return np.frombuffer(stretch, np.uint8)
 

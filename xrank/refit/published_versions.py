@@ -15,13 +15,12 @@ from msgspec.structs import replace
 
 from xrank.commands.delta_writing import deal, plan_version, write_delta
 from xrank.commands.folder_filling import make_output
-from xrank.commands.live_delta import LiveTensors, check_model_alone, make_local_side
+from xrank.commands.live_delta import LiveTensors, check_model_alone, row_of
 from xrank.engine.tensor_pairs import Bytes, Side
 from xrank.engine.tensor_target import empty_tensor
 from xrank.errors import UsageError, option
 from xrank.formats.deltas import version_name
 from xrank.ranks.loans import PeerSource
-from xrank.ranks.memory import local_bytes
 from xrank.ranks.team import Team, find_group_team
 from xrank.readers.deltas import list_versions
 from xrank.recipes.lent_model import LentModel
@@ -79,16 +78,8 @@ class PublishedVersions:
         numbers = sorted(deal(self._live.outputs, self._live.units, team.size)[team.position])
         outputs = [self._live.outputs[number] for number in numbers]
         self._copies = {output.name: empty_tensor(output) for output in outputs}
-        self._rows = {
-            number: local_bytes(copy).find_row(0, output.nbytes)
-            for number, output, copy in zip(numbers, outputs, self._copies.values(), strict=True)
-            if output.nbytes
-        }
-        local = make_local_side([*self._copies.values()], outputs)
-        files = list(self._live.plan.files)
-        for number, file in zip(numbers, local.plan.files, strict=True):
-            files[number] = file
-        self._base = replace(local, plan=replace(local.plan, files=tuple(files)))
+        self._rows = dict(zip(numbers, map(row_of, self._copies.values()), strict=True))
+        self._base = Side(self._live.plan, self._source, self._rows)
         self._last: tuple[int, int] | None = None
         """Numbers of the last version, and of the whole one before it; None: the copies are of no version."""
 
@@ -131,7 +122,7 @@ class PublishedVersions:
 
         def keep(number: int, low: int, new: Bytes) -> None:
             if len(new):
-                self._rows[number][low : low + len(new)] = new.data  # type: ignore[index]
+                self._rows[number][low : low + len(new)] = new.data
 
         write_delta(
             team,
