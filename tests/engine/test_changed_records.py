@@ -114,7 +114,7 @@ def test_announcements_end_where_memory_does(chain: tuple[StoredModel, list[Mode
         assert source.announce([Read(record, 0, 1 << 20, None)])
 
 
-def test_digests_and_checksums_of_all_versions(chain: tuple[StoredModel, list[Model]]) -> None:
+def test_checksums_of_all_versions(chain: tuple[StoredModel, list[Model]]) -> None:
     """Of a record that was made, of one that was not, and of one without a change."""
     model, models = chain
     with closing(open_source(model)) as source:
@@ -123,7 +123,6 @@ def test_digests_and_checksums_of_all_versions(chain: tuple[StoredModel, list[Mo
             if name == "a.weight":
                 source.read_into(record, 0, memoryview(bytearray(9)))
             digests = [xxhash.xxh3_128(each[name][2]).hexdigest() for each in models]
-            assert source.digest(record) == digests[-1]
             traced = [own["xxh3-128"] for own in source.trace(record, ["xxh3-128"])]
             assert traced == (digests if name != "d.weight" else digests[:1])
 

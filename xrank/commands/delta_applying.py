@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from xrank.commands.checks import plan_manifest_check, run_check
 from xrank.commands.folder_filling import make_output
 from xrank.commands.report import EARLIER_NOTE, counts_requests, folder_report
-from xrank.engine.buffers import OpenSource
 from xrank.engine.changed_records import ChangedSource
 from xrank.engine.companions import find_companions
 from xrank.engine.report import AppliedDetails, ChainDetails, Report, timed_report
@@ -131,15 +130,9 @@ def apply_deltas(
     check_output(path, overwrite=options.overwrite)
     planned = _plan(source, goal if chain is None else chain.base, options)
     beside = None if is_url(path) else os.path.dirname(os.path.abspath(path))
+    made = ManifestVersion(number or 0, None if facts is None else facts.state, _digest_lineage(goal))
     with closing(open_source(planned.plan.source, beside)) as files:
-
-        def finish() -> ManifestVersion:
-            state = None if facts is None else facts.state
-            if state is not None:
-                _check_state(source, files, state, goal, options.budget.workers)
-            return ManifestVersion(number or 0, state, _digest_lineage(goal))
-
-        written = make_output(planned, files, path, progress, Team(), find_version=finish)
+        written = make_output(planned, files, path, progress, Team(), version=made)
     applied = (goal, 0) if chain is None else (chain.base, len(chain.versions))
     details = details.extended(base=applied[0], num_applied=applied[1])
     report = folder_report("delta apply", planned, written, path, started)
@@ -207,21 +200,6 @@ def _plan(source: StoredModel, base: str, options: GatherOptions) -> FolderPlan:
     # As for states: all tensors that the base has, also one that the config ties to another.
     decision = decide(found, Request(Purpose.STATES, options))
     return plan_output(replace(decision, small=small_files_of(companions, found, options, is_model=True)), ())
-
-
-def _check_state(model: StoredModel, files: OpenSource, state: str, goal: str, workers: int) -> None:
-    """Compare the digests of all tensors, of which those with compared checksums are known, with a version's state."""
-    own = files if isinstance(files, ChangedSource) else None
-    reader = own or ChangedSource(model, files)
-
-    def digest(name: str) -> str:
-        record = records[name]
-        return xxhash.xxh3_128_hexdigest(b"") if record is None else reader.digest(record)
-
-    records = _records_of(model)
-    with ThreadPoolExecutor(workers) as threads:
-        digests = dict(zip(records, threads.map(digest, records), strict=True))
-    _compare_state(model, digests, state, goal)
 
 
 def _records_of(model: StoredModel) -> dict[str, int | None]:

@@ -56,13 +56,12 @@ def make_output(
     team: Team,
     holder: IntArray | None = None,
     *,
-    find_version: Callable[[], ManifestVersion] | None = None,
+    version: ManifestVersion | None = None,
 ) -> WrittenOutput:
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
-    `holder` has the ranks that hold a live model's records, as in `Work`. `find_version` is called when all weights are
-    written, before the commit, and returns the version that the manifest records. Ranks other than the first return the
-    facts from the plan.
+    `holder` has the ranks that hold a live model's records, as in `Work`; `version` is one that the manifest records.
+    Ranks other than the first return the facts from the plan.
     """
     options = planned.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
@@ -95,7 +94,6 @@ def make_output(
             verify = options.overwrite if options.verify is None else options.verify
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
             whole = cast("FolderPlan | Reshard", planned)  # the first rank's
-            version = None if find_version is None else find_version()
             made = _write_lists(whole, work, stage, out, written, lines, version)
             finish_hashes(stage)
             # The last moment to stop: after the commit the output is there, whichever rank has failed.

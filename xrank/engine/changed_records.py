@@ -57,7 +57,6 @@ class ChangedSource:
         self._coming: OrderedDict[int, None] = OrderedDict()
         """Announced records that nobody has made or begun."""
         self._ahead_nbytes = 0
-        self._digests: dict[int, str] = {}
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
@@ -110,14 +109,6 @@ class ChangedSource:
         self._kept.clear()
         self._places.clear()
         self._held_nbytes = 0
-
-    def digest(self, record: int) -> str:
-        """Return the XXH3-128 of a record's bytes; it is read only if no checksum of this kind was compared."""
-        if record not in self._digests:
-            state, last = new_checksum("xxh3-128"), len(self._changes.get(record, ()))
-            self._apply(record, lambda version, part: state.update(part) if version == last else None)
-            self._digests[record] = state.hexdigest()
-        return self._digests[record]
 
     def trace(self, record: int, kinds: Iterable[str]) -> list[dict[str, str]]:
         """Return the checksums of a record in each version, the base's first; CorruptError at the first wrong one.
@@ -226,8 +217,6 @@ class ChangedSource:
         if found != changes[-1].checksum:
             self.trace(record, ())  # names the first version that is wrong
             raise self._make_error(record, changes[-1], found)
-        if changes[-1].checksum_kind == "xxh3-128":
-            self._digests[record] = found
 
     def _apply(self, record: int, take: Callable[[int, Bytes], object], into: Bytes | None = None) -> None:
         """Make a record piece by piece; `take` gets each piece in each version, the base's first, in order.

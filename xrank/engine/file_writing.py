@@ -15,6 +15,7 @@ from time import monotonic
 
 from msgspec import Struct
 from msgspec.structs import replace
+from xxhash import xxh3_128, xxh3_128_digest
 
 from xrank.engine.buffers import FileTarget, NullTarget
 from xrank.engine.executor import Budget, Outcome, execute
@@ -24,6 +25,7 @@ from xrank.engine.rounds import Outputs, Work, make_files
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FinishedFile, digest_text, make_finished_file
 from xrank.errors import AGAIN, CorruptError, XrankError
+from xrank.formats.deltas import state_digest
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.output_files import OutputFile, OutputTensor, PlacedBytes
@@ -136,11 +138,23 @@ def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callab
 
 
 def _compare(one: RecordedHash, stop: threading.Event) -> None:
-    digest = hash_stretch(one.path, 0, None, one.hash_name, stop=stop)
+    if one.tensors:
+        kinds = {}
+        for name, dtype, shape, path, start, nbytes in one.tensors:
+            own = xxh3_128_digest(b"")
+            if nbytes:
+                own = hash_stretch(path, start, start + nbytes, one.hash_name, stop=stop)
+            kinds[name] = (dtype, shape, own.hex())
+        digest = bytes.fromhex(state_digest(kinds))
+    else:
+        digest = hash_stretch(one.path, 0, None, one.hash_name, stop=stop)
     if digest != one.digest:
-        what = f"{one.path}: its bytes do not have the hash that {one.listed_in} records"
+        what = (
+            f"{one.path}: its {'tensors' if one.tensors else 'bytes'} do not have the hash that {one.listed_in} records"
+        )
         got, want = (f"{one.hash_name} {each.hex()}" for each in (digest, one.digest))
-        raise CorruptError(what, file=one.path, got=got, want=want, next_step=COPY)
+        next_step = f"give the model that {one.listed_in} was made of, or copy its files again" if one.tensors else COPY
+        raise CorruptError(what, file=one.path, got=got, want=want, next_step=next_step)
 
 
 def hash_stretch(
@@ -158,7 +172,8 @@ def hash_stretch(
     """
     import hashlib  # few gathers need it
 
-    state, step = hashlib.new(hash_name, usedforsecurity=False), _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
+    state = xxh3_128() if hash_name == "xxh3_128" else hashlib.new(hash_name, usedforsecurity=False)
+    step = _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
     with open_regular(path, follow_links=follow_links) as file:
         end = file.nbytes if end is None else end
         for offset in range(start, end, step):

@@ -107,7 +107,11 @@ def parse_facts(metadata: Mapping[str, Any], file: str) -> DeltaFacts | None:
             raise _refuse(file, key, metadata.get(key), " or ".join(allowed))
     own = metadata.get(_OWN, {})
     kinds = {"state": str, "base_state": str, "step": int}
-    if not isinstance(own, dict) or any(name in own and type(own[name]) is not kinds[name] for name in kinds):
+    if (
+        not isinstance(own, dict)
+        or any(name in own and type(own[name]) is not kinds[name] for name in kinds)
+        or any(re.fullmatch("[0-9a-f]{32}", own[name]) is None for name in ("state", "base_state") if name in own)
+    ):
         raise _refuse(file, _OWN, own, "a table of state, base_state and step")
     return DeltaFacts(
         numbers["version"],

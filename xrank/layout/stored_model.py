@@ -57,10 +57,13 @@ class RecordedHash(Struct, frozen=True):
 
     path: str
     hash_name: str
-    """Name of the algorithm, as `hashlib` has it."""
+    """Name of the algorithm, as `hashlib` has it, or ``xxh3_128``."""
     digest: bytes
     listed_in: str
     """Path of the list."""
+    tensors: tuple[tuple[str, str, tuple[int, ...], str, int, int], ...] = ()
+    """Name, element type, shape, file, first byte and number of bytes of each tensor of a folder: the digest is then
+    that of all of these (`xrank.formats.deltas.state_digest`), and not of a file."""
 
 
 class QuantizedPart(Struct, frozen=True):

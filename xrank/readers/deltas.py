@@ -29,7 +29,7 @@ from xrank.errors import (
 from xrank.formats.deltas import INDEX_NAME, DeltaFacts, new_checksum, version_name, version_of
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.zarr_array import import_zstandard
-from xrank.layout.stored_model import RecordChange, StoredModel
+from xrank.layout.stored_model import RecordChange, RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.folder import HfFolderReader, read_delta, read_facts
 from xrank.readers.records import Records, Subject
@@ -219,7 +219,17 @@ def read_chain(chain: Chain, hints: Hints = Hints()) -> StoredModel:  # noqa: B0
     whole = {**joined.changed}
     for record, own in changes.items():
         whole[record] = (*whole.get(record, ()), *own)
-    last = chain.last
+    last, state = chain.last, chain.versions[0].facts.base_state
+    if state is not None:  # a base that differs where no version changes it would go unnoticed
+        table, tensors = model.records, list[tuple[str, str, tuple[int, ...], str, int, int]]()
+        for shard in model.shards:
+            place = ("", 0, 0)  # of a tensor without an element
+            for one in shard.record.tolist():
+                place = (model.files[table.file[one]].path, int(table.offset[one]), int(table.nbytes[one]))
+            tensors.append((shard.name, shard.dtype, shard.shape, *place))
+        first = chain.versions[0].path
+        hashed = RecordedHash(chain.base, "xxh3_128", bytes.fromhex(state), first, tuple(tensors))
+        model = replace(model, hashes=(*model.hashes, hashed))
     text = f"version {last.version}: {chain.base} with the changes of {plural(len(chain.versions), 'version')}"
     return replace(
         model,
