@@ -24,6 +24,7 @@ from xrank.ranks.loans import PeerSource
 from xrank.ranks.team import Team, find_group_team
 from xrank.readers.deltas import list_versions
 from xrank.recipes.lent_model import LentModel
+from xrank.storage import places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,7 +108,7 @@ class PublishedVersions:
 
     def _choose(self, last: tuple[int, int] | None, every: Sequence[Sequence[int] | None]) -> tuple[int, int]:
         """Return the numbers of the next version, and of the whole one that its chain begins with."""
-        newest = max(list_versions(self._folder), default=-1)
+        newest = max(list_versions(places.enter(self._folder)), default=-1)
         if last is not None and last[0] == newest and all(one is not None and tuple(one) == last for one in every):
             number, whole = last[0] + 1, last[1]
             if self._whole_every is None or number - whole < self._whole_every:
