@@ -129,6 +129,24 @@ def test_an_update_that_fails(tmp_path: Path, models: list[Model]) -> None:
     assert_holds(served, models[2])
 
 
+def test_another_base_is_found(tmp_path: Path, models: list[Model]) -> None:
+    """One that differs in tensors which no version changes; the version changes the bias alone."""
+    write_delta(tmp_path / "deltas", models[1], models[2], 1)
+    other = {**models[1], "a.weight": models[0]["a.weight"]}
+    for base, error in ((other, CorruptError), (models[1], None)):
+        shutil.rmtree(tmp_path / "base")
+        write_whole(tmp_path / "base", base)
+        served = empty()
+        with xrank.take_weights(served, deltas=tmp_path / "deltas", base_model=tmp_path / "base") as weights:
+            if error is not None:
+                with pytest.raises(error, match=r"hash that .*weight_v000001 records"):
+                    weights.update()
+                assert weights.step is None
+            else:
+                assert weights.update().step == 1
+                assert_holds(served, models[2])
+
+
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="without a trainer"):
         xrank.take_weights(empty(), tmp_path / "address", deltas=tmp_path / "deltas")

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.engine.executor import Budget, execute
+from xrank.engine.file_writing import hash_beside
 from xrank.engine.planner import Plan
 from xrank.engine.sources import open_source
 from xrank.engine.tensor_target import TensorTarget
@@ -113,7 +114,10 @@ class FollowedWeights(TakenWeights):
             held = _Held(number, _read_checksums(path), self._target.list_places())
             self.step = self._held = None
             copied = monotonic()
-            moved = self._fill(planned, plan, team.make_failure_check())
+            # What no version changes is filled, and compared with the state of the chain's base, at first alone.
+            with hash_beside(plan.source.hashes if plan is planned.plan else (), team) as finish_hashes:
+                moved = self._fill(planned, plan, team.make_failure_check())
+                finish_hashes()
             copied = monotonic() - copied
             team.meet("the version is taken")
         self._held, self.step = held, step
@@ -160,17 +164,17 @@ class FollowedWeights(TakenWeights):
         live = LiveModel(model, int_array([]), int_array([]))
         planned = self._target.plan(TrainerModel(live, model, config, frozenset()))
         changed = None if planned.fills else self._find_changed(chain, planned.plan.source)
-        files = planned.plan.files
-        if changed is not None:
-            files = tuple(
-                file
-                for file in files
-                if any(
-                    tensor.output.name in planned.whole or np.isin(tensor.copies.record, changed).any()
-                    for tensor in file.tensors
-                )
-            )
         step = number if chain is None or chain.last.step is None else chain.last.step
+        if changed is None:
+            return planned, planned.plan, step
+        files = tuple(
+            file
+            for file in planned.plan.files
+            if any(
+                tensor.output.name in planned.whole or np.isin(tensor.copies.record, changed).any()
+                for tensor in file.tensors
+            )
+        )
         return planned, replace(planned.plan, files=files), step
 
     def _find_changed(self, chain: Chain | None, model: StoredModel) -> list[int] | None:
