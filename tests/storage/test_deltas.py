@@ -42,7 +42,7 @@ def read_model(objects: dict[str, bytes], prefix: str, folder: Path) -> Model | 
 
 
 def test_versions_in_a_bucket(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The base, too; each byte is fetched about once, although records are made whole."""
+    """The base, too; each byte is fetched about once, although records are made whole, and once for the base's state."""
     models = make_chain(tmp_path, 1000)
     for name in ("base", "deltas/weight_v000001", "deltas/weight_v000002"):
         small_bucket.put_folder(tmp_path / name, name)
@@ -53,7 +53,7 @@ def test_versions_in_a_bucket(small_bucket: Bucket, monkeypatch: pytest.MonkeyPa
         fetched_nbytes = sum(request.answered_nbytes for request in proxy.requests)
     assert report.details.version == 2 and read_folder(tmp_path / "engine") == models[2]
     nbytes = sum(path.stat().st_size for path in tmp_path.glob("[bd]*/**/*.safetensors"))
-    assert nbytes > 8 << 20 and fetched_nbytes < 1.2 * nbytes
+    assert nbytes > 8 << 20 and fetched_nbytes < 2.2 * nbytes
     xrank.gather_checkpoint(deltas, tmp_path / "out", base_model=base)
     assert read_folder(tmp_path / "out") == models[2]
     xrank.verify_deltas(base, deltas)

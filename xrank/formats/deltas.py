@@ -296,9 +296,9 @@ def _open_compressor(nbytes: int) -> Any:
     return zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=nbytes)
 
 
-def xor_bytes(a: Bytes, b: Bytes) -> Bytes:
-    """Return the bytes of one array xor those of the other, which has as many."""
-    out, whole = np.empty(len(a), np.uint8), len(a) // 8 * 8
+def xor_bytes(a: Bytes, b: Bytes, out: Bytes | None = None) -> Bytes:
+    """Return the bytes of one array xor those of the other, which has as many; in `out` if it is given."""
+    out, whole = np.empty(len(a), np.uint8) if out is None else out, len(a) // 8 * 8
     words = [array[:whole].view(np.uint64) for array in (a, b, out)]
     np.bitwise_xor(words[0], words[1], out=words[2])
     np.bitwise_xor(a[whole:], b[whole:], out=out[whole:])
@@ -319,6 +319,7 @@ class BodyReader:
         self._encoding, self._nbytes, self._done = encoding, nbytes, 0
         self._content = _Content(open_body())
         if encoding == "xor":
+            self._buffer = np.empty(min(nbytes, _CHUNK_NBYTES), np.uint8)
             return
         self._left = int(self._content.take(4).view("<u4")[0])
         if self._left > nbytes:
@@ -335,7 +336,7 @@ class BodyReader:
         if self._encoding == "xor":
             for at in range(0, len(data), _CHUNK_NBYTES):
                 part = data[at : at + _CHUNK_NBYTES]
-                part[:] = xor_bytes(part, self._content.take(len(part)))
+                xor_bytes(part, self._content.fill(self._buffer[: len(part)]), part)
             return
         for positions in self._positions_before(self._done):
             data[positions - start] = self._values.take(len(positions))
@@ -376,11 +377,15 @@ class _Content:
 
     def take(self, nbytes: int) -> Bytes:
         """Return the next bytes, which the caller may change."""
-        data, done = np.empty(nbytes, np.uint8), 0
-        while done < nbytes:
+        return self.fill(np.empty(nbytes, np.uint8))
+
+    def fill(self, data: Bytes) -> Bytes:
+        """Return an array, filled with the next bytes."""
+        done = 0
+        while done < len(data):
             count = self._read_into(data[done:])
             if not count:
-                raise DamagedBodyError(f"it ends {nbytes - done:,} bytes too early")
+                raise DamagedBodyError(f"it ends {len(data) - done:,} bytes too early")
             done += count
         return data
 
