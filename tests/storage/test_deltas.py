@@ -42,7 +42,7 @@ def read_model(objects: dict[str, bytes], prefix: str, folder: Path) -> Model | 
 
 
 def test_versions_in_a_bucket(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The base, too; each byte is fetched about once, although records are made whole, and once for the base's state."""
+    """The base, too; each byte is fetched about once, and the base once more for the state that a version records."""
     models = make_chain(tmp_path, 1000)
     for name in ("base", "deltas/weight_v000001", "deltas/weight_v000002"):
         small_bucket.put_folder(tmp_path / name, name)
