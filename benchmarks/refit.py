@@ -6,6 +6,8 @@ ways use; xrank's two sides share a directory. A round runs all ways in turn, an
 rank:
 
 - update: with its checks and the trainer's confirmation; then as if the trainer were on another host, over sockets;
+- proof: an update with the proof that digests are equal on both sides;
+- update and proof from publish on: the trainer's ranks digest what they lend before engines may read;
 - bare copy: each engine rank reads half of each of the trainer's tensors by process_vm_readv(2), in runs of 1 MiB, into
   memory of torch, in as many threads as an update has;
 - gather: an all-gather of each tensor on the trainer's ranks, which is what ``full_tensor()`` does, its gloo broadcast
@@ -49,7 +51,8 @@ TRAINERS, ENGINES = 4, 2
 _RUN_NBYTES = 1 << 20
 _CALL_RUNS = 8
 CUTS = {"FSDP x TP": ((2, 2), ("dp", "tp")), "FSDP": ((4,), ("dp",))}
-WAYS = ("update", "copy", "sockets", "gather", "iter_model", "mooncake")
+WAYS = ("update", "copy", "proof", "sockets", "gather", "iter_model", "mooncake")
+_FROM_PUBLISH = {"update": "update from publish on", "proof": "proof from publish on"}
 
 
 def trainer_layouts(cut: str, shapes: dict[str, tuple[int, ...]]) -> LayoutMap:
@@ -73,7 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=20, help="10 make 1.1 GB, 20 make 2.15 GB")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slow-rounds", type=int, default=3, help="rounds that run all ways; others: update and copy")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=3, help="rounds that run all ways; others: update, copy and proof"
+    )
     parser.add_argument("--cuts", nargs="*", choices=CUTS, default=list(CUTS))
     parser.add_argument("--mooncake", help="folder of the Python package mooncake")
     arguments = parser.parse_args()
@@ -102,7 +107,7 @@ def _rank(rank: int, cut: str, arguments: argparse.Namespace, folder: str) -> No
 def _rounds(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
     """Return the ways of each round; the first round is not counted."""
     every = WAYS if arguments.mooncake else WAYS[:-1]
-    return [every] + [every if i < arguments.slow_rounds else WAYS[:2] for i in range(arguments.rounds)]
+    return [every] + [every if i < arguments.slow_rounds else WAYS[:3] for i in range(arguments.rounds)]
 
 
 def _make_shard(rank: int, shapes: dict[str, tuple[int, ...]], layouts: LayoutMap) -> dict[str, torch.Tensor]:
@@ -119,6 +124,7 @@ def _train(rank: int, cut: str, shapes: Any, group: Any, fed: Any, arguments: ar
     layouts = trainer_layouts(cut, shapes)
     held = _make_shard(rank, shapes, layouts)
     near = xrank.offer_weights(held, f"{folder}/near", layouts=layouts, group=group)
+    proven = xrank.offer_weights(held, f"{folder}/proven", layouts=layouts, group=group, proof=True)
     far = xrank.offer_weights(held, f"{folder}/far", layouts=layouts, group=group)
     if rank == 0:
         _move_away(Path(folder) / "far" / "trainer.json")
@@ -130,12 +136,15 @@ def _train(rank: int, cut: str, shapes: Any, group: Any, fed: Any, arguments: ar
     description = bare.describe() | {"mooncake": mooncake and f"127.0.0.1:{mooncake.get_rpc_port()}"}
     dist.all_gather_object([None] * (TRAINERS + ENGINES), description)
     near.wait_for_takers(ENGINES)
+    proven.wait_for_takers(ENGINES)
     far.wait_for_takers(ENGINES)
     for step, ways in enumerate(_rounds(arguments)):
         for way in ways:
             dist.barrier()
             if way == "update":
                 near.publish(step)
+            elif way == "proof":
+                proven.publish(step)
             elif way == "sockets":
                 far.publish(step)
             elif way == "gather":
@@ -146,7 +155,7 @@ def _train(rank: int, cut: str, shapes: Any, group: Any, fed: Any, arguments: ar
                         assert name == expected
                         dist.broadcast(whole, 0, group=fed)
             dist.barrier()
-    for offer in (near, far, bare):
+    for offer in (near, proven, far, bare):
         offer.close()
 
 
@@ -186,7 +195,9 @@ def _serve(rank: int, sizes: Sizes, cut: str, group: Any, fed: Any, arguments: a
     for parameter in engine.parameters():
         parameter.data.fill_(1)  # its pages are there before memory is measured
     near = xrank.take_weights(engine, f"{folder}/near", loader=engine.load_weights, group=group)
+    proven = xrank.take_weights(engine, f"{folder}/proven", loader=engine.load_weights, group=group, proof=True)
     far = xrank.take_weights(engine, f"{folder}/far", loader=engine.load_weights, group=group)
+    takers = {"update": near, "proof": proven, "sockets": far}
     descriptions: list[Any] = [None] * (TRAINERS + ENGINES)
     dist.all_gather_object(descriptions, None)
     target = torch.ones(sum(p.nbytes for p in engine.parameters()), dtype=torch.uint8)
@@ -200,15 +211,18 @@ def _serve(rank: int, sizes: Sizes, cut: str, group: Any, fed: Any, arguments: a
         "gather": lambda: _load_broadcast(engine, shapes, fed),
         "iter_model": lambda: _load_broadcast(engine, shapes, fed),
     }
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in (*WAYS, *_FROM_PUBLISH.values())}
     facts = {"held": sum(p.nbytes for p in engine.parameters())}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for step, ways in enumerate(_rounds(arguments)):
         for way in ways:
             dist.barrier()
-            if way in ("update", "sockets"):
-                report = (near if way == "update" else far).update()
+            if way in takers:
+                began = time.monotonic()
+                report = takers[way].update()
                 seconds = report.seconds
+                if step and way in _FROM_PUBLISH:
+                    times[_FROM_PUBLISH[way]].append(time.monotonic() - began)
                 if way == "update":
                     facts["moved"] = report.moved_nbytes
                     if not step:
@@ -222,8 +236,8 @@ def _serve(rank: int, sizes: Sizes, cut: str, group: Any, fed: Any, arguments: a
             if step:
                 times[way].append(seconds)
             dist.barrier()
-    near.close()
-    far.close()
+    for taker in takers.values():
+        taker.close()
     rows: list[Any] = [None] * ENGINES
     dist.all_gather_object(rows, (times, facts), group=group)
     if rank == 0:
@@ -310,7 +324,9 @@ def _format_table(cut: str, rows: list[Any]) -> str:
     )
     lines.append("| way | best | median | best / best update | median / median update |\n" + "| --- " * 5 + "|")
     slowest = {
-        way: [max(pair) for pair in zip(*(row[0][way] for row in rows), strict=True)] for way in WAYS if rows[0][0][way]
+        way: [max(pair) for pair in zip(*(row[0][way] for row in rows), strict=True)]
+        for way, values in rows[0][0].items()
+        if values
     }
     update = slowest["update"]
     for way, values in slowest.items():
