@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import xrank
 from benchmarks.fused_engine import FusedEngine
@@ -117,14 +118,33 @@ def test_a_quantized_engine_is_compared_with_what_the_quantizer_makes(tmp_path: 
         offer.publish(1)
         made = {**quantize("up_proj.weight", trained["up_proj.weight"]), "norm.weight": torch.ones(200).bfloat16()}
         report = weights.update(timeout_seconds=10)
-        assert report.digests == {
-            name: hexadecimal(tensor.view(torch.int8)) if tensor.element_size() == 1 else hexadecimal(tensor)
-            for name, tensor in made.items()
-        }
+        assert report.digests == {name: hexadecimal(as_integers(tensor)) for name, tensor in made.items()}
         assert not report.unproven and weights.check().num_tensors == 3
         served["up_proj.weight_scale_inv"].zero_()  # as after a load that left the scales out
         with pytest.raises(ContradictionError, match=r"up_proj.weight_scale_inv: engine rank 0 does not hold"):
             weights.check()
+
+
+def test_a_scheme_for_folders_is_compared_with_what_a_folder_has(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(256, 384).bfloat16(),
+        "model.norm.weight": torch.ones(384),
+    }
+    xrank.export_model(trained, tmp_path / "out", quantize="FP8_BLOCK")
+    wanted = {name: one for file in (tmp_path / "out").glob("*.safetensors") for name, one in load_file(file).items()}
+    served = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    offer, weights = offer_and_take(tmp_path / "refit", trained, served, quantize="FP8_BLOCK")
+    with offer, weights:
+        offer.publish(1)
+        report = weights.update(timeout_seconds=10)
+        assert len(wanted) > 2 and not report.unproven
+        assert report.digests == {name: hexadecimal(as_integers(tensor)) for name, tensor in wanted.items()}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return fp8 as bytes: numpy has no such type."""
+    return tensor.view(torch.int8) if tensor.element_size() == 1 else tensor
 
 
 def test_a_sender_of_wrong_bytes_is_found_and_the_step_is_not_held(tmp_path: Path) -> None:
