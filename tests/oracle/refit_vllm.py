@@ -140,7 +140,7 @@ def _look(engine: Any) -> dict[str, Any]:
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "digests": digests}
 
 
-def _serve(kind: str, ranks: int, folder: str) -> None:
+def serve(kind: str, ranks: int, folder: str) -> None:
     """Start an engine with the model of step 0, and do what the trainer's client asks for."""
     engine = _start_engine(
         Path(folder).parent / kind / "0",
@@ -242,7 +242,7 @@ def main(kind: str, trainer: str, ranks: int, steps: int, folder: Path) -> None:
     wanted = make_wanted(kind, ranks, steps, folder)
     with tempfile.TemporaryDirectory(dir=folder) as run:
         context = mp.get_context("spawn")
-        engine = context.Process(target=_serve, args=(kind, ranks, run))
+        engine = context.Process(target=serve, args=(kind, ranks, run))
         engine.start()
         while not Path(f"{run}/pipe").exists():
             assert engine.is_alive(), "the engine did not start"

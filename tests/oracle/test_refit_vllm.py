@@ -103,3 +103,9 @@ def test_a_recorded_layout_cuts_a_model_for_an_engine(tmp_path: Path, kind: str,
                 assert (rows == part[:1].contiguous().view(torch.uint8)).all(1).any(), name
     nbytes = sum(tensor.nbytes for tensor in whole.values())
     assert nbytes <= held < num_ranks * nbytes
+
+
+@pytest.mark.parametrize(("kind", "trainer"), [("llama", "fsdp-4"), ("moe", "megatron-4")])
+def test_a_vllm_follows_a_folder_of_versions(folder: Path, kind: str, trainer: str) -> None:
+    found = run(kind, trainer, "1", "20", str(folder), module="tests.oracle.deltas_vllm")
+    assert "20 steps equal" in found

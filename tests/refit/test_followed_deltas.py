@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import xrank
 from tests.readers.made_deltas import Model, write_delta, write_whole
-from xrank.errors import CorruptError, RankTimeoutError, UsageError
+from xrank.errors import ContradictionError, CorruptError, RankTimeoutError, UsageError
 from xrank.formats.deltas import version_name
 
 SHAPES = {"a.weight": (64, 32), "b.weight": (96, 8), "c.bias": (7,)}
@@ -93,6 +93,19 @@ def test_an_engine_follows(tmp_path: Path, models: list[Model]) -> None:
         weights.update()
 
 
+def test_a_weight_that_changes_behind_the_back_is_named(tmp_path: Path, models: list[Model]) -> None:
+    write(tmp_path, models, 1)
+    served = empty()
+    with xrank.take_weights(served, deltas=tmp_path / "deltas", base_model=tmp_path / "base", proof=True) as weights:
+        for version in (1, 2):
+            weights.update()
+            assert weights.check().num_tensors == len(SHAPES)
+            write(tmp_path, models, version + 1)
+        served["b.weight"][95, 3] += 1
+        with pytest.raises(ContradictionError, match=r"b.weight: engine rank 0 does not hold what it took in row"):
+            weights.check()
+
+
 def test_a_run_that_begins_anew(tmp_path: Path, models: list[Model]) -> None:
     """Its versions have the numbers of the first run's; and a whole version is taken whole."""
     write(tmp_path, models, 1)
@@ -151,7 +164,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="without a trainer"):
         xrank.take_weights(empty(), tmp_path / "address", deltas=tmp_path / "deltas")
     with pytest.raises(UsageError, match="without a trainer"):
-        xrank.take_weights(empty(), deltas=tmp_path / "deltas", proof=True)
+        xrank.take_weights(empty(), deltas=tmp_path / "deltas", relay=True)
     with pytest.raises(UsageError, match="nothing says where"):
         xrank.take_weights(empty())
 

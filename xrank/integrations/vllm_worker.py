@@ -187,8 +187,12 @@ def _refuse(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 class XrankInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]  # checked without vLLM
     """The arguments of ``init_weight_transfer_engine``."""
 
-    address: str
+    address: str | None = None
     """The directory of the trainer's `xrank.offer_weights`."""
+    deltas: str | None = None
+    """A folder of versions, or its URL, in the place of an address."""
+    base_model: str | None = None
+    """The model that the first version is based on, if none is whole."""
     max_memory: str | int = "64MB"
     timeout_seconds: float = 600.0
     """How long the workers may take to arrive."""
@@ -237,6 +241,8 @@ class XrankWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
         self._weights = take_weights(
             self._form.tensors,
             init_info.address,
+            deltas=init_info.deltas,
+            base_model=init_info.base_model,
             loader=self._form.load,
             max_memory=init_info.max_memory,
             proof=init_info.proof,

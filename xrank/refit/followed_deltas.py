@@ -22,6 +22,7 @@ from xrank.errors import RankTimeoutError, UsageError, XrankError, names_own_arg
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.failure import Deadline
+from xrank.ranks.store import group_place
 from xrank.ranks.team import find_group_team
 from xrank.readers.deltas import Chain, find_chain, list_versions, read_chain, read_whole
 from xrank.readers.hugging_face.folder import read_delta, read_facts
@@ -30,6 +31,7 @@ from xrank.recipes.found_source import read_config
 from xrank.recipes.options import default_workers
 from xrank.recipes.sources import open_base_model
 from xrank.refit.directory import TrainerModel
+from xrank.refit.proof import EngineProof, plan_proof
 from xrank.refit.receive import TakenWeights
 from xrank.refit.targets import CountedSource, MemoryPlaces, ModuleTarget, TargetPlan, UpdateReport
 from xrank.storage import places
@@ -61,13 +63,16 @@ class FollowedWeights(TakenWeights):
         base_model: str | os.PathLike[str] | None,
         max_memory_nbytes: int,
         group: ProcessGroup | None,
+        *,
+        proof: bool,
     ) -> None:
         self._target, self._group = make_target(), group
         self._folder = places.enter(folder)
         self._base = None if base_model is None else open_base_model(base_model).path
         self._budget = Budget.from_memory(max_memory_nbytes, default_workers())
         self._held: _Held | None = None
-        self._proof, self._is_closed = None, False
+        self._number, self._is_closed = (group_place() or (0, 1))[0], False
+        self._proof = EngineProof(self._number) if proof else None
         self.step: int | None = None
 
     @names_own_arguments
@@ -104,9 +109,10 @@ class FollowedWeights(TakenWeights):
             places.enter(self._folder)
             chain = None if read_facts(path) is None else find_chain(path, self._base)
             model = read_whole(path) if chain is None else read_chain(chain)
+            source = self._name(model, path if chain is None else chain.base)
             (planned, plan, step), _ = team.agree(
                 "the plan",
-                lambda: self._plan(model, path if chain is None else chain.base, chain, number),
+                lambda: self._plan(source, chain, number),
                 lambda _: None,
                 lambda _, __: None,
             )
@@ -119,6 +125,9 @@ class FollowedWeights(TakenWeights):
                 moved = self._fill(planned, plan, team.make_failure_check())
                 finish_hashes()
             copied = monotonic() - copied
+            if self._proof is not None:
+                self._proof.record(plan_proof(planned, source, is_compared=False).parts)
+                self._checked_places = held.places
             team.meet("the version is taken")
         self._held, self.step = held, step
         whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
@@ -157,12 +166,15 @@ class FollowedWeights(TakenWeights):
         # A run that begins anew writes versions of the same numbers.
         return newest != held.number or _read_checksums(versions[newest]) != held.checksums
 
-    def _plan(self, model: StoredModel, base: str, chain: Chain | None, number: int) -> tuple[TargetPlan, Plan, int]:
-        """Return the plan of all tensors, of those that have changed since the version that is held, and the step."""
+    @staticmethod
+    def _name(model: StoredModel, base: str) -> TrainerModel:
         config_path = os.path.join(base, "config.json")
         config = read_config(config_path) if places.is_file(config_path) else None
-        live = LiveModel(model, int_array([]), int_array([]))
-        planned = self._target.plan(TrainerModel(live, model, config, frozenset()))
+        return TrainerModel(LiveModel(model, int_array([]), int_array([])), model, config, frozenset())
+
+    def _plan(self, model: TrainerModel, chain: Chain | None, number: int) -> tuple[TargetPlan, Plan, int]:
+        """Return the plan of all tensors, of those that have changed since the version that is held, and the step."""
+        planned = self._target.plan(model)
         changed = None if planned.fills else self._find_changed(chain, planned.plan.source)
         step = number if chain is None or chain.last.step is None else chain.last.step
         if changed is None:

@@ -531,7 +531,7 @@ def take_weights(
             Each update then computes digests of the rank's bytes.
         proof: whether each update compares digests of the engine's tensors with those of a trainer that was made with
             ``offer_weights(..., proof=True)``, and `TakenWeights.check` can find later changes. It takes a pass over
-            the rank's bytes.
+            the rank's bytes. With `deltas` it is for `TakenWeights.check` alone, as versions have their checksums.
         max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
         wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
             None: the kernel copies on one host, sockets between hosts.
@@ -567,10 +567,11 @@ def take_weights(
 
         require("torch", "take_weights")
         check_meeting(group, timeout_seconds)
-        check_no_address(address, {"relay": relay, "proof": proof, "wire": wire})
+        check_no_address(address, {"relay": relay, "wire": wire})
         if deltas is None:
             raise UsageError("nothing says where the weights come from", next_step="give address= or deltas=")
-        return FollowedWeights(make_target, deltas, base_model, parse_size(max_memory, "max_memory"), group)
+        nbytes = parse_size(max_memory, "max_memory")
+        return FollowedWeights(make_target, deltas, base_model, nbytes, group, proof=proof)
     return take_into(
         make_target,
         address,
