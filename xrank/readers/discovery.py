@@ -353,7 +353,8 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
         raise Origin(path).incomplete("does not exist", next_step="check the path")
     _check_readable(path)
     listed = [own for own in OWN_READERS if format_name in (None, own.name)]
-    if (newest := _find_newest(path)) is not None:
+    newest = _find_newest(path) if any(own.name in _WHOLE for own in listed) else None
+    if newest is not None:
         return newest
     more: list[Reader] = []
     found = _search(path, lambda place: [own.load() for own in listed if _may_read(own, place, listed)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
@@ -295,8 +296,10 @@ class HfFolderReader:
             if is_shard_name(name) or is_rank_part(name, places.list_names(os.path.dirname(path) or os.curdir)):
                 return "one rank's pieces of tensors"
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
-        if places.is_folder(path) and (_list_model_files(path) or read_facts(path) is not None):
-            return None
+        if places.is_folder(path):
+            with suppress(XrankError):  # a damaged index, in a folder without weights, is of no model
+                if _list_model_files(path) or read_facts(path) is not None:
+                    return None
         return "no *.safetensors of whole tensors in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
