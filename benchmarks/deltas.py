@@ -10,7 +10,8 @@ the last place, and all ways run in turn on one disk, synced:
   compresses, in as many threads as there are cores, and writes by safetensors, synced.
 
 Memory is how far a rank's resident set rose in a round above what it was before, the most of all ranks'; the copies of
-the last step are there before. Quote the ratios: absolute times belong to one machine and its noise.
+the last step are there before. CPU is the processor time of all ranks. Quote the ratios: absolute times belong to one
+machine and its noise.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         queue = mp.get_context("spawn").SimpleQueue()
         mp.spawn(_be_rank, (arguments, folder, queue), arguments.ranks)
-        times, memory, nbytes = queue.get()
+        times, cpu, memory, nbytes = queue.get()
     middle = {name: statistics.median(times[name]) for name in NAMES}
-    print("| way | median | of whole | bytes of whole | memory, MB |\n" + "| --- " * 5 + "|")
+    print("| way | median | of whole | CPU | bytes of whole | memory, MB |\n" + "| --- " * 6 + "|")
     for name in NAMES:
         time_ratio, size_ratio = middle[name] / middle["whole"], nbytes[name] / nbytes["whole"]
-        print(f"| {name} | {middle[name]:.2f} s | {time_ratio:.2f} | {size_ratio:.3f} | {memory[name] / 1e6:,.0f} |")
+        own = f"{statistics.median(cpu[name]):.2f} s | {size_ratio:.3f} | {memory[name] / 1e6:,.0f} |"
+        print(f"| {name} | {middle[name]:.2f} s | {time_ratio:.2f} | {own}")
 
 
 def _be_rank(rank: int, arguments: argparse.Namespace, folder: str, queue: Any) -> None:
@@ -72,6 +74,7 @@ def _be_rank(rank: int, arguments: argparse.Namespace, folder: str, queue: Any) 
     offer.publish(0)
     _save_gathered(model, snapshot, None)
     times: dict[str, list[float]] = {name: [] for name in NAMES}
+    cpu: dict[str, list[float]] = {name: [] for name in NAMES}
     memory, nbytes = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
     for number in range(1, arguments.rounds + 2):  # the first is to meet, and to make all modules known
         _train(model, number, arguments.changed)
@@ -94,11 +97,15 @@ def _be_rank(rank: int, arguments: argparse.Namespace, folder: str, queue: Any) 
             dist.barrier()
             before = reset_peak()
             dist.barrier()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             run()
+            spent = torch.tensor(time.process_time() - used)
             dist.barrier()
+            seconds = time.perf_counter() - started
+            dist.all_reduce(spent)
             if number > 1:
-                times[name].append(time.perf_counter() - started)
+                times[name].append(seconds)
+                cpu[name].append(float(spent))
             grown = torch.tensor(read_peak() - before)
             dist.all_reduce(grown, dist.ReduceOp.MAX)
             memory[name] = max(memory[name], int(grown) if number > 1 else 0)
@@ -110,7 +117,7 @@ def _be_rank(rank: int, arguments: argparse.Namespace, folder: str, queue: Any) 
         dist.barrier()
     offer.close()
     if rank == 0:
-        queue.put((times, memory, nbytes))
+        queue.put((times, cpu, memory, nbytes))
     dist.destroy_process_group()
 
 
