@@ -124,6 +124,19 @@ def test_a_model_of_another_maker_stays(tmp_path: Path, chain: list[Model]) -> N
             xrank.apply_deltas(tmp_path / "base", tmp_path / "deltas", place, overwrite=True)
 
 
+def test_a_whole_version_of_another_run_is_taken(tmp_path: Path, chain: list[Model]) -> None:
+    """It has the number of the one that is there, and no checksums that could differ."""
+    shutil.rmtree(tmp_path / "deltas")
+    for model in (chain[1], chain[2]):
+        shutil.rmtree(tmp_path / "deltas", ignore_errors=True)
+        write_whole(tmp_path / "deltas" / "weight_v000000", model, 0)
+        apply(tmp_path)
+        assert read_folder(tmp_path / "engine") == model
+    before = (tmp_path / "engine").stat()
+    apply(tmp_path)
+    assert (tmp_path / "engine").stat().st_ino == before.st_ino
+
+
 def test_an_unchanged_tensor_of_another_base_is_found(tmp_path: Path) -> None:
     """No checksum of the version covers it, but the state does; nothing appears."""
     generator = np.random.default_rng(5)

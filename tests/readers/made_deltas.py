@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -63,11 +64,15 @@ def write_files(folder: Path, bodies: Sequence[Model], metadata: Sequence[Mappin
     return folder
 
 
-def write_whole(folder: Path, model: Model, version: int | None = None, *, config: bool = True) -> Path:
+def write_whole(
+    folder: Path, model: Model, version: int | None = None, *, config: bool = True, step: int | None = None
+) -> Path:
     """Write a whole model as a trainer does, in two files."""
     names = list(model)
     parts = [{name: model[name] for name in own} for own in (names[::2], names[1::2])]
-    metadata = {} if version is None else {"version": f"{version:06d}"}
+    metadata: dict[str, Any] = {} if version is None else {"version": f"{version:06d}"}
+    if step is not None:
+        metadata["xrank"] = {"step": step}
     write_files(folder, parts, [{"format": "pt"}] * 2, metadata)
     if config:
         (folder / "config.json").write_text(json.dumps({"model_type": "made"}))

@@ -119,8 +119,13 @@ def test_a_run_that_begins_anew(tmp_path: Path, models: list[Model]) -> None:
     write(tmp_path, other, 2)
     assert weights.update(timeout_seconds=60).moved_nbytes == sum(tensor.nbytes for tensor in served.values())
     assert_holds(served, models[1])
-    write_whole(tmp_path / "deltas" / version_name(3), models[2], 3)
-    assert weights.update(timeout_seconds=60).step == 3
+    for model in (models[2], models[1]):
+        shutil.rmtree(tmp_path / "deltas" / version_name(3), ignore_errors=True)
+        write_whole(tmp_path / "deltas" / version_name(3), model, 3, step=77)
+        assert weights.update(timeout_seconds=60).step == 77
+        assert_holds(served, model)
+    write_delta(tmp_path / "deltas", models[1], models[2], 4)
+    assert weights.update(timeout_seconds=60).moved_nbytes == served["c.bias"].nbytes
     assert_holds(served, models[2])
 
 

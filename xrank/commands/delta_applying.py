@@ -28,12 +28,13 @@ from xrank.readers.deltas import (
     choose_target,
     find_chain,
     find_versions,
+    identify_version,
     number_of,
     read_chain,
     read_held_version,
     read_whole,
 )
-from xrank.readers.hugging_face.folder import read_delta, read_facts, read_headers
+from xrank.readers.hugging_face.folder import read_delta, read_facts, read_headers, read_step
 from xrank.recipes.decision import FolderPlan, Purpose, Request, decide, plan_output, small_files_of
 from xrank.recipes.found_source import FoundSource, read_config
 from xrank.recipes.options import GatherOptions, default_workers
@@ -130,7 +131,7 @@ def apply_deltas(
     check_output(path, overwrite=options.overwrite)
     planned = _plan(source, goal if chain is None else chain.base, options)
     beside = None if is_url(path) else os.path.dirname(os.path.abspath(path))
-    made = ManifestVersion(number or 0, None if facts is None else facts.state, _digest_lineage(goal))
+    made = ManifestVersion(number or 0, None if facts is None else facts.state, identify_version(goal))
     with closing(open_source(planned.plan.source, beside)) as files:
         written = make_output(planned, files, path, progress, Team(), version=made)
     applied = (goal, 0) if chain is None else (chain.base, len(chain.versions))
@@ -165,17 +166,8 @@ def _find_held(out: str, versions: Mapping[int, str]) -> ManifestVersion | None:
     held = msgspec.convert(manifest["version"], ManifestVersion)
     there = versions.get(held.number)
     # Of a run that began again, the versions have the same numbers.
-    is_other = there is not None and held.lineage != _digest_lineage(there)
+    is_other = there is not None and held.lineage != identify_version(there)
     return replace(held, number=-1) if is_other else held
-
-
-def _digest_lineage(folder: str) -> str | None:
-    """Return a digest of a version's facts and checksums; None for a whole model, whose files have no checksums."""
-    found = read_delta(folder)
-    if found is None:
-        return None
-    checksums = sorted((tensor.name, one.metadata.get(tensor.name)) for one in found[1] for tensor in one.tensors)
-    return xxhash.xxh3_128_hexdigest(repr((found[0], checksums)).encode())
 
 
 def _choose_chain(
@@ -320,7 +312,7 @@ def describe_version(number: int, path: str) -> dict[str, object]:
         "path": path,
         "is_whole": facts is None,
         "base_version": None if facts is None else facts.base_version,
-        "step": None if facts is None else facts.step,
+        "step": read_step(path),
         "encoding": None if facts is None else facts.encoding,
         "checksum": None if facts is None else facts.checksum,
         "state": None if facts is None else facts.state,

@@ -35,8 +35,8 @@ def _import_extra(name: str, problem: str) -> ModuleType:
         raise UsageError(
             f"the checkpoint is {problem}, and {name} is not installed",
             got=f"no module {name}",
-            want="the packages of the extra xrank[orbax]",
-            next_step='install them: pip install "xrank[orbax]"',
+            want=f"the package {name}",
+            next_step=f"install it: pip install {name}",
         ) from None
 
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import msgspec
+import xxhash
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -31,9 +32,10 @@ from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.zarr_array import import_zstandard
 from xrank.layout.stored_model import RecordChange, RecordedHash, StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.hugging_face.folder import HfFolderReader, read_delta, read_facts
+from xrank.readers.hugging_face.folder import HfFolderReader, read_delta, read_facts, read_headers
 from xrank.readers.records import Records, Subject
 from xrank.storage import places
+from xrank.storage.client import ObjectStatus
 from xrank.storage.manifest import MANIFEST_NAME, ManifestVersion
 from xrank.storage.regular_file import open_regular
 from xrank.storage.url import is_url
@@ -289,6 +291,26 @@ def _read_sizes(header: SafetensorsHeader) -> Sequence[int | None]:
                 raise subject.make(CorruptError, "its body is damaged", str(error), "a frame of zstd", _COPY) from error
             found.append(None if size < 0 else size)
     return found
+
+
+def identify_version(folder: str) -> str:
+    """Return a text that no version of the same number from another run has: a digest of checksums or statuses."""
+    found, manifest = read_delta(folder), os.path.join(folder, MANIFEST_NAME)
+    facts: object
+    if found is not None:
+        names = ((tensor.name, one.metadata.get(tensor.name)) for one in found[1] for tensor in one.tensors)
+        facts = (found[0], sorted(names))
+    elif places.is_file(manifest):
+        facts = places.read_content(manifest)
+    else:
+        facts = [(os.path.basename(one.path), *_list_status(one.status)) for one in read_headers(folder)]
+    return xxhash.xxh3_128_hexdigest(repr(facts).encode())
+
+
+def _list_status(status: os.stat_result | ObjectStatus) -> tuple[object, ...]:
+    if isinstance(status, os.stat_result):
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    return (status,)
 
 
 def find_versions(paths: Sequence[str]) -> dict[int, str]:

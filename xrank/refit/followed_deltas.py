@@ -24,8 +24,16 @@ from xrank.layout.stored_model import StoredModel
 from xrank.ranks.failure import Deadline
 from xrank.ranks.store import group_place
 from xrank.ranks.team import find_group_team
-from xrank.readers.deltas import Chain, find_chain, list_versions, read_chain, read_whole
-from xrank.readers.hugging_face.folder import read_delta, read_facts
+from xrank.readers.deltas import (
+    Chain,
+    find_chain,
+    identify_version,
+    list_versions,
+    number_of,
+    read_chain,
+    read_whole,
+)
+from xrank.readers.hugging_face.folder import read_facts, read_step
 from xrank.readers.live.models import LiveModel
 from xrank.recipes.found_source import read_config
 from xrank.recipes.options import default_workers
@@ -48,8 +56,8 @@ class _Held(Struct, frozen=True):
     """The version that this rank's tensors hold."""
 
     number: int
-    checksums: Mapping[str, str] | None
-    """Those that the version records; None: it is whole."""
+    identity: str | None
+    """See `identify_version`."""
     places: MemoryPlaces
 
 
@@ -110,15 +118,15 @@ class FollowedWeights(TakenWeights):
             chain = None if read_facts(path) is None else find_chain(path, self._base)
             model = read_whole(path) if chain is None else read_chain(chain)
             source = self._name(model, path if chain is None else chain.base)
-            (planned, plan, step), _ = team.agree(
+            (planned, plan), _ = team.agree(
                 "the plan",
-                lambda: self._plan(source, chain, number),
+                lambda: self._plan(source, chain),
                 lambda _: None,
                 lambda _, __: None,
             )
             plan_seconds = monotonic() - started
-            held = _Held(number, _read_checksums(path), self._target.list_places())
-            self.step = self._held = None
+            held = _Held(number, _identify(path), self._target.list_places())
+            step, self.step, self._held = _step_of(path, number), None, None
             copied = monotonic()
             # What no version changes is filled, and compared with the state of the chain's base, at first alone.
             with hash_beside(plan.source.hashes if plan is planned.plan else (), team) as finish_hashes:
@@ -164,7 +172,7 @@ class FollowedWeights(TakenWeights):
     def _is_new(held: _Held, versions: Mapping[int, str]) -> bool:
         newest = max(versions)
         # A run that begins anew writes versions of the same numbers.
-        return newest != held.number or _read_checksums(versions[newest]) != held.checksums
+        return newest != held.number or _identify(versions[newest]) != held.identity
 
     @staticmethod
     def _name(model: StoredModel, base: str) -> TrainerModel:
@@ -172,13 +180,12 @@ class FollowedWeights(TakenWeights):
         config = read_config(config_path) if places.is_file(config_path) else None
         return TrainerModel(LiveModel(model, int_array([]), int_array([])), model, config, frozenset())
 
-    def _plan(self, model: TrainerModel, chain: Chain | None, number: int) -> tuple[TargetPlan, Plan, int]:
-        """Return the plan of all tensors, of those that have changed since the version that is held, and the step."""
+    def _plan(self, model: TrainerModel, chain: Chain | None) -> tuple[TargetPlan, Plan]:
+        """Return the plan of all tensors, and of those that have changed since the version that is held."""
         planned = self._target.plan(model)
         changed = None if planned.fills else self._find_changed(chain, planned.plan.source)
-        step = number if chain is None or chain.last.step is None else chain.last.step
         if changed is None:
-            return planned, planned.plan, step
+            return planned, planned.plan
         files = tuple(
             file
             for file in planned.plan.files
@@ -187,7 +194,7 @@ class FollowedWeights(TakenWeights):
                 for tensor in file.tensors
             )
         )
-        return planned, replace(planned.plan, files=files), step
+        return planned, replace(planned.plan, files=files)
 
     def _find_changed(self, chain: Chain | None, model: StoredModel) -> list[int] | None:
         """Return the records that have changed since the version that is held; None: it is not one of the chain."""
@@ -195,7 +202,9 @@ class FollowedWeights(TakenWeights):
         if chain is None or held is None or held.places != self._target.list_places():
             return None
         folders = {version.facts.version: version.path for version in chain.versions}
-        if held.number not in folders or _read_checksums(folders[held.number]) != held.checksums:
+        if chain.is_own and (first := number_of(chain.base)) is not None:
+            folders[first] = chain.base
+        if held.number not in folders or _identify(folders[held.number]) != held.identity:
             return None
         later = {folder for number, folder in folders.items() if number > held.number}
         is_later = [os.path.dirname(file.path) in later for file in model.files]
@@ -221,11 +230,15 @@ class FollowedWeights(TakenWeights):
         return source.nbytes
 
 
+def _step_of(folder: str, number: int) -> int:
+    step = read_step(folder)
+    return number if step is None else step
+
+
 def _find_step(versions: Mapping[int, str], step: int | None) -> int | None:
     """Return the version of a step, or the newest; None if it is not there yet, UsageError if it never will be."""
     for number in sorted(versions, reverse=True):
-        facts = None if step is None else read_facts(versions[number])
-        found = number if facts is None or facts.step is None else facts.step
+        found = _step_of(versions[number], number) if step is not None else number
         if step in (None, found):
             return number
         if step is not None and found < step:
@@ -236,13 +249,10 @@ def _find_step(versions: Mapping[int, str], step: int | None) -> int | None:
     return None
 
 
-def _read_checksums(folder: str) -> Mapping[str, str] | None:
-    """Return the checksums that a version records, by tensor; None if it is whole, or being removed."""
+def _identify(folder: str) -> str | None:
     with suppress(XrankError):
-        found = read_delta(folder)
-        if found is not None:
-            return {tensor.name: one.metadata.get(tensor.name, "") for one in found[1] for tensor in one.tensors}
-    return None
+        return identify_version(folder)
+    return None  # it is being removed
 
 
 def check_no_address(address: object, surplus: Mapping[str, object]) -> None:

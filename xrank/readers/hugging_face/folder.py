@@ -46,6 +46,8 @@ class WeightIndex(Struct, frozen=True):
     """Bytes of all tensors; None if the index does not record them."""
     delta: DeltaFacts | None = None
     """The facts of a version whose files contain changes; None: they contain a whole model."""
+    step: int | None = None
+    """The training step of a version, if it records one."""
 
     def notes(self, nbytes: int) -> tuple[tuple[str, str], ...]:
         """Return notes about an index whose tensors have so many bytes."""
@@ -114,13 +116,24 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
     # Some tools write a float.
     if isinstance(total, float) and total.is_integer():
         total = int(total)
-    return WeightIndex(file, dict(weight_map), total if type(total) is int else None, delta)
+    own = metadata.get("xrank") if isinstance(metadata, dict) else None
+    step = own.get("step") if isinstance(own, dict) else None
+    is_counted = type(total) is int
+    return WeightIndex(
+        file, dict(weight_map), total if is_counted else None, delta, step if type(step) is int else None
+    )
 
 
 def read_facts(folder: str) -> DeltaFacts | None:
     """Return the facts in the index of a version that contains changes; None for another folder."""
     index = _parse_index(folder, INDEX_NAME)
     return None if index is None else index.delta
+
+
+def read_step(folder: str) -> int | None:
+    """Return the training step that a version records, whole or not; None if it records none."""
+    index = _parse_index(folder, INDEX_NAME)
+    return None if index is None else index.step
 
 
 def is_one_of_several(name: str) -> bool:
