@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_a_model_of_another_maker_stays(tmp_path: Path, chain: list[Model]) -> N
     for place in (tmp_path / "base", tmp_path / "deltas"):
         with pytest.raises(UsageError, match="would replace its source"):
             xrank.apply_deltas(tmp_path / "base", tmp_path / "deltas", place, overwrite=True)
+
+
+def test_versions_before_a_whole_one_go(tmp_path: Path, chain: list[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a relative path, as a user types it, and not before the chain from the whole one is there."""
+    monkeypatch.chdir(tmp_path)
+    write_whole(tmp_path / "deltas" / "weight_v000004", chain[3], 4)
+    write_delta(tmp_path / "deltas", chain[3], chain[2], 5)
+    for path in (tmp_path / "deltas").iterdir():
+        (path / "xrank_manifest.json").write_text("{}")
+    (tmp_path / "deltas/weight_v000005").rename("weight_v000005")
+    write_delta(tmp_path / "deltas", chain[2], chain[1], 6)
+    assert xrank.clean("deltas").details["num_removed"] == 0
+    (tmp_path / "weight_v000005").rename("deltas/weight_v000005")
+    assert xrank.clean("deltas").details["num_removed"] == 3
+    assert sorted(os.listdir("deltas")) == ["weight_v000004", "weight_v000005", "weight_v000006"]
 
 
 def test_a_whole_version_of_another_run_is_taken(tmp_path: Path, chain: list[Model]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from xrank.errors import XrankError
 from xrank.formats.deltas import INDEX_NAME, version_name
-from xrank.readers.deltas import find_chain, list_versions
+from xrank.readers.deltas import find_chain, list_versions, number_of
 from xrank.readers.hugging_face.folder import read_facts, read_headers
 from xrank.storage import places
 from xrank.storage.folder_stage import clear_folder
@@ -47,7 +47,7 @@ def _find_first_needed(versions: dict[int, str]) -> int | None:
             return None
         read_headers(versions[whole])  # all its files are there
         newest = max(versions)
-        if newest == whole or find_chain(versions[newest]).base == versions[whole]:
+        if newest == whole or number_of(find_chain(versions[newest]).base) == whole:
             return whole
     return None
 
