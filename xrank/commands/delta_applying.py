@@ -165,7 +165,7 @@ def _find_held(out: str, versions: Mapping[int, str]) -> ManifestVersion | None:
         return None
     held = msgspec.convert(manifest["version"], ManifestVersion)
     there = versions.get(held.number)
-    # Of a run that began again, the versions have the same numbers.
+    # A training run that starts again numbers its versions from 0 again.
     is_other = there is not None and held.lineage != identify_version(there)
     return replace(held, number=-1) if is_other else held
 

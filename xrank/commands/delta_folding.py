@@ -129,7 +129,7 @@ def _follow(
     for name in ("encoding", "checksum"):
         got, want = getattr(later, name), getattr(facts, name)
         if got != want:
-            # Of bytes that one version sets and another changes, nothing without the base says what they become.
+            # A byte that one version overwrites and another xors cannot be composed without the base.
             step = f"give the base, too: xrank delta make BASE {paths[-1]} -o {out}"
             raise _refuse(place, f"{name} {got}", f"{want}, as in {before}", step)
     if None not in (facts.state, later.base_state) and facts.state != later.base_state:

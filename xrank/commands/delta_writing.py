@@ -22,6 +22,7 @@ from xrank.engine.delta_bodies import Bodies, Body, make_bodies
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import make_plan
 from xrank.engine.report import DeltaDetails, Report
+from xrank.engine.rounds import deal
 from xrank.engine.tensor_pairs import Bytes, Side
 from xrank.errors import UsageError, option
 from xrank.formats.deltas import (
@@ -144,7 +145,7 @@ def write_delta(
         The report; other ranks than the first do not know digests and counts.
     """
     _check_sizes(outputs, facts, out)
-    numbers = deal(outputs, units or [[number] for number in range(len(outputs))], team.size)[team.position]
+    numbers = share_of(team, outputs, units or [[number] for number in range(len(outputs))])
     total, done = sum(output.nbytes for output in outputs), [0]
 
     def count(nbytes: int) -> None:
@@ -241,16 +242,10 @@ def _check_sizes(outputs: Sequence[OutputTensor], facts: DeltaFacts, out: str) -
             )
 
 
-def deal(outputs: Sequence[OutputTensor], units: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Return the tensors of each rank, by number: the largest unit first, each to the rank with the fewest bytes."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    sizes = [sum(outputs[number].nbytes for number in unit) for unit in units]
-    for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
-        least = loads.index(min(loads))
-        loads[least] += sizes[index]
-        shares[least] += units[index]
-    return shares
+def share_of(team: Team, outputs: Sequence[OutputTensor], units: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tensors of this rank, by number; those of a unit are one rank's."""
+    owners = deal([sum(outputs[number].nbytes for number in unit) for unit in units], team.size)
+    return [number for unit, owner in zip(units, owners, strict=True) if owner == team.position for number in unit]
 
 
 def _plan_folder(

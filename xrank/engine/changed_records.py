@@ -55,7 +55,7 @@ class ChangedSource:
         """Records in the scratch file -> first byte there."""
         self._made: set[int] = set()
         self._coming: OrderedDict[int, None] = OrderedDict()
-        """Announced records that nobody has made or begun."""
+        """Announced records that no thread makes yet."""
         self._ahead_nbytes = 0
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:

@@ -16,14 +16,14 @@ from xrank.ranks.memory import LocalBytes
 
 
 class Body(Struct, frozen=True):
-    """What a tensor has become."""
+    """The change of a tensor between two versions."""
 
     number: int
-    """Of the tensor in the plans that were compared."""
+    """Number of the tensor in the plans that are compared."""
     nbytes: int
     """Bytes of the frame; 0: the tensor has not changed."""
     checksum: str
-    """Of the new bytes, of the delta's kind."""
+    """Checksum of the new bytes, of the kind that the delta records."""
     digest: str = ""
     """XXH3-128 of the new bytes; empty: no plan was read."""
     base_digest: str = ""

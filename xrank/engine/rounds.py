@@ -50,6 +50,15 @@ _MOST_PLACES = 1 << 20
 """A tensor in more (window, rank) places than this is not near to any rank: its pieces are thin slices."""
 
 
+def deal(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank that gets each piece of work: the largest piece first, each to the rank with the least so far."""
+    owners, loads = [0] * len(sizes), [0] * num_ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
 def assign_makers(files: Sequence[FilePlan], starts: Sequence[int], holder: IntArray, num_ranks: int) -> IntArray:
     """Return the rank that makes each window; all ranks make nearly equally many.
 

@@ -22,7 +22,7 @@ from xrank.engine.encodings import EncodingError
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan
 from xrank.engine.replicas import prefer_own_copies
-from xrank.engine.rounds import ROUND_NBYTES, Outputs, PartialResults, Work, exchange, group_files
+from xrank.engine.rounds import ROUND_NBYTES, Outputs, PartialResults, Work, deal, exchange, group_files
 from xrank.engine.tensor_target import make_whole_tensors
 from xrank.engine.transforms import TransformedTensor, apply_transform
 from xrank.engine.windows import FilePart, JoinedFile, RecordChecksums, TensorDigest
@@ -74,11 +74,9 @@ def make_transformed(
             owners = dict.fromkeys(group, 0)
             makers = _makers(whole, tensors, holder, size)
         else:
-            # One rank makes all of a file: the largest first, each by the least loaded.
-            loads, owners = [0] * size, {}
-            for index in sorted(group, key=lambda index: (-plan.files[index].output.nbytes, index)):
-                owners[index] = loads.index(min(loads))
-                loads[owners[index]] += plan.files[index].output.nbytes
+            # One rank makes all of a file.
+            own_files = sorted(group)
+            owners = dict(zip(own_files, deal([plan.files[i].output.nbytes for i in own_files], size), strict=True))
             makers = [owners[tensor.file] for tensor in tensors]
         made = _RoundOutputs(outputs, shares_pages)
         own = [tensor for tensor, maker in zip(tensors, makers, strict=True) if maker == position]

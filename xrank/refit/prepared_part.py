@@ -20,6 +20,7 @@ from xrank import dtypes
 from xrank.engine.encoded_tensors import make_transformed_tensors
 from xrank.engine.executor import Budget
 from xrank.engine.planner import TensorPlan
+from xrank.engine.rounds import deal
 from xrank.engine.transforms import TransformedTensor, Transforms
 from xrank.errors import UsageError
 from xrank.ranks.loans import PeerSource
@@ -104,16 +105,14 @@ def prepare_part(lent: LentModel, tensors: Sequence[torch.Tensor], team: Team, *
     dropped: list[str] = []
     transformed: list[TransformedTensor] = []
     if transforms is not None:
-        sizes, loads = [file.output.nbytes for file in transforms.sources.files], [0] * team.size
+        sizes = [file.output.nbytes for file in transforms.sources.files]
         groups: dict[int, list[TransformedTensor]] = {}
         for one in transforms.tensors:
             groups.setdefault(one.group, []).append(one)
-        nbytes = {group: sum(sizes[one.number] for one in ones) for group, ones in groups.items()}
-        for group in sorted(groups, key=lambda group: -nbytes[group]):  # about equal bytes for each rank
-            least = loads.index(min(loads))
-            loads[least] += nbytes[group]
-            if least == position:
-                transformed += groups[group]
+        owners = deal([sum(sizes[one.number] for one in ones) for ones in groups.values()], team.size)
+        for ones, owner in zip(groups.values(), owners, strict=True):
+            if owner == position:
+                transformed += ones
         made |= {output.name: make(output.shape, output.dtype) for one in transformed for output in one.outputs}
         ties = {other: name for name, others in gather.selection.tied.items() for other in others}
         copied = set(transforms.order) - {one.name for one in transforms.tensors}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TRAINER_VIEW, ENGINE_VIEW = -3, -2
 """Places of the table among the views that a rank lends: before the status and, in a trainer's rank, its outcome."""
 _NBYTES = 64 << 20
-"""Most bytes of a table: 115,000 parts. Pages are in use once they are written."""
+"""Bytes of a table at most, enough for over 100,000 parts. Pages take memory once they are written."""
 _HEAD = 5
 """Words before the rows: the checksum of all that follows, the `Stamp`, and the number of rows."""
 Stamp: TypeAlias = tuple[int, int, int]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
-from xrank.commands.delta_writing import deal, plan_version, write_delta
+from xrank.commands.delta_writing import plan_version, share_of, write_delta
 from xrank.commands.folder_filling import make_output
 from xrank.commands.live_delta import LiveTensors, check_model_alone, row_of
 from xrank.engine.tensor_pairs import Bytes, Side
@@ -76,7 +76,7 @@ class PublishedVersions:
         self._whole_every = whole_every
         check_model_alone(lent.gather, "the model", folder)
         self._live = LiveTensors(lent.gather, self._source, lent.holder, team)
-        numbers = sorted(deal(self._live.outputs, self._live.units, team.size)[team.position])
+        numbers = sorted(share_of(team, self._live.outputs, self._live.units))
         outputs = [self._live.outputs[number] for number in numbers]
         self._copies = {output.name: empty_tensor(output) for output in outputs}
         self._rows = dict(zip(numbers, map(row_of, self._copies.values()), strict=True))
