@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from xrank.recipes.quantization import Quantization
     from xrank.refit.adapters import take_adapter
     from xrank.refit.publish import offer_weights
-    from xrank.refit.receive import take_weights
     from xrank.refit.recording import record_layouts
+    from xrank.refit.taking import take_weights
     from xrank.version import __version__
     from xrank.virtual.simulation.simulation import simulate
     from xrank.workspace.nfs import NFSWorkspace
@@ -89,7 +89,7 @@ _HOMES = {
     "save_model": "commands.export",
     "simulate": "virtual.simulation.simulation",
     "take_adapter": "refit.adapters",
-    "take_weights": "refit.receive",
+    "take_weights": "refit.taking",
     "verify_deltas": "commands.delta_applying",
     "verify_model": "commands.verify",
 }

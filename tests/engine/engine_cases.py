@@ -17,7 +17,7 @@ import xxhash
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine import sources, windows
+from xrank.engine import object_records, windows
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.output_files import OutputFile, OutputTensor
@@ -261,7 +261,7 @@ class FolderStore:
 def use_as_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fills_memory: bool = True) -> None:
     """Let objects be files of a folder, of whose records those above 64 bytes are large."""
     store = FolderStore(folder, fills_memory=fills_memory)
-    monkeypatch.setattr(sources, "open_store", lambda path: (store, os.path.basename(path)))
-    monkeypatch.setattr(sources, "_SMALL_NBYTES", 64)
-    monkeypatch.setattr(sources, "_GAP_NBYTES", 8)
+    monkeypatch.setattr(object_records, "open_store", lambda path: (store, os.path.basename(path)))
+    monkeypatch.setattr(object_records, "_SMALL_NBYTES", 64)
+    monkeypatch.setattr(object_records, "_GAP_NBYTES", 8)
     monkeypatch.setattr(windows, "_STRAIGHT_NBYTES", 64)

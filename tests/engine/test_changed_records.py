@@ -22,7 +22,7 @@ from xrank.errors import CorruptError, UsageError
 from xrank.formats.deltas import BodyReader
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.deltas import read_model_of
+from xrank.readers.deltas import VersionReader
 
 NUM_BYTES = {"a.weight": 700_000, "b.weight": 300_001, "c.weight": 0, "d.weight": 5, "e.weight": 600_000}
 
@@ -41,7 +41,8 @@ def chain(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[StoredModel, 
             new[name] = "U8", (count,), bits.tobytes()
         write_delta(tmp_path / "deltas", models[-1], new, version, encoding=request.param)
         models.append(new)
-    return read_model_of(str(tmp_path / "deltas" / "weight_v000002"), Hints(base_path=str(tmp_path / "base"))), models
+    hints = Hints(base_path=str(tmp_path / "base"))
+    return VersionReader().read(str(tmp_path / "deltas" / "weight_v000002"), hints), models
 
 
 def records_of(model: StoredModel) -> Iterator[tuple[str, int]]:
@@ -135,7 +136,7 @@ def test_a_wrong_checksum_names_the_version(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         old = models[version - 1] if version != 2 else models[3]
         write_delta(tmp_path / "deltas", old, models[version], version, states=False)
-    model = read_model_of(str(tmp_path / "deltas" / "weight_v000003"), Hints(base_path=str(tmp_path / "base")))
+    model = VersionReader().read(str(tmp_path / "deltas" / "weight_v000003"), Hints(base_path=str(tmp_path / "base")))
     with closing(open_source(model)) as source, pytest.raises(CorruptError, match="weight_v000002") as caught:
         source.read_into(0, 0, memoryview(bytearray(1)))
     assert caught.value.tensor == "a.weight" and str(caught.value.got).startswith("xxh3-128 ")

@@ -27,8 +27,8 @@ from xrank import dtypes
 from xrank.engine import executor, windows
 from xrank.engine.buffers import FileSource, FileTarget, MemoryTarget, NullTarget
 from xrank.engine.executor import Budget, CancelledError, execute
+from xrank.engine.object_records import ObjectSource
 from xrank.engine.planner import make_plan
-from xrank.engine.sources import ObjectSource
 from xrank.engine.windows import digest_of_file
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.nests import Nest

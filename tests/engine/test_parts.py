@@ -25,8 +25,8 @@ from xrank import dtypes
 from xrank.engine import executor, planner, windows
 from xrank.engine.buffers import MemoryTarget
 from xrank.engine.executor import Budget, execute
+from xrank.engine.object_records import ObjectSource
 from xrank.engine.planner import Pieces, compose, make_plan
-from xrank.engine.sources import ObjectSource
 from xrank.engine.windows import digest_of_file
 from xrank.errors import ContradictionError
 from xrank.layout.coverage import find_fault

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from xrank.engine.executor import Budget, CancelledError
 from xrank.engine.planner import make_plan
 from xrank.engine.sources import open_source
-from xrank.engine.tensor_pairs import Side, read_pairs
+from xrank.engine.tensor_pairs import TensorSide, read_pairs
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.recipes.sources import read_source
 
@@ -34,7 +34,7 @@ def sides(tmp_path: Path):
             model = read_source(str(path.parent)).model
             outputs = [OutputTensor(f"t{n}", "U8", (size,)) for n, size in enumerate(SIZES)]
             source = stack.enter_context(closing(open_source(model)))
-            made.append(Side(make_plan(model, [OutputFile.bare(one) for one in outputs]), source))
+            made.append(TensorSide(make_plan(model, [OutputFile.bare(one) for one in outputs]), source))
         yield values, (made[0], made[1])
 
 

@@ -18,7 +18,7 @@ from tests.storage.servers import KEY_ID, SECRET, Bucket, open_proxy
 from xrank.commands.checkpoint import open_checkpoint
 from xrank.commands.gather import gather_checkpoint
 from xrank.commands.verify import verify_model
-from xrank.engine import sources
+from xrank.engine import object_records
 from xrank.errors import ContradictionError, XrankError
 from xrank.testing.reader_contract import read_model, whole
 
@@ -46,7 +46,7 @@ def _write_checked(folder: Path, model: dict[str, torch.Tensor]) -> Path:
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     speed_up(monkeypatch)
     # Small blocks, so that a small model takes many requests.
-    monkeypatch.setattr(sources, "BLOCK_NBYTES", 64 << 10)
+    monkeypatch.setattr(object_records, "BLOCK_NBYTES", 64 << 10)
 
 
 def _through(proxy_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from msgspec import Struct
 
 from xrank.dtypes import dtype as dtype_of
 from xrank.engine.buffers import MemoryTarget
+from xrank.engine.decoded_records import DecodedSource
 from xrank.engine.executor import execute
 from xrank.engine.faults import make_checksums
 from xrank.engine.planner import TensorPlan, select_tensors
-from xrank.engine.sources import DecodedSource, open_source
+from xrank.engine.sources import open_source
 from xrank.errors import UsageError, errors_of, names_own_arguments, require
 from xrank.layout import LayoutMap
 from xrank.recipes.decision import FolderPlan, plan_gather, read_layouts

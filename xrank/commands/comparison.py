@@ -23,7 +23,7 @@ from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, TensorPlan, make_plan, select_tensors
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.sources import open_source
-from xrank.engine.tensor_pairs import Bytes, Side, read_pairs
+from xrank.engine.tensor_pairs import Bytes, TensorSide, read_pairs
 from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
@@ -63,7 +63,7 @@ def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: B
         found.add(low // width, mine.data, other.data)
 
     with closing(open_source(plan.source)) as source:
-        mine, other = (Side(select_tensors(plan, [tensor]), source) for tensor in (ours, theirs))
+        mine, other = (TensorSide(select_tensors(plan, [tensor]), source) for tensor in (ours, theirs))
         read_pairs((mine, other), [0], budget, take)
     return found
 

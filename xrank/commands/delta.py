@@ -9,13 +9,13 @@ from contextlib import closing
 from typing import TypeAlias
 
 from xrank.commands.comparison import ComparedSide, correspond, pair_plain, read_sides
-from xrank.commands.delta_writing import make_unfit_error, plan_version, write_delta
+from xrank.commands.delta_writing import NewVersion, make_unfit_error, plan_version, write_delta
 from xrank.commands.report import counts_requests
 from xrank.engine.file_writing import hash_beside
 from xrank.engine.planner import make_plan
 from xrank.engine.report import Report
 from xrank.engine.sources import open_source
-from xrank.engine.tensor_pairs import Side
+from xrank.engine.tensor_pairs import TensorSide
 from xrank.errors import ContradictionError, UsageError, names_own_arguments
 from xrank.formats.deltas import INDEX_NAME
 from xrank.layout import LayoutMap
@@ -110,25 +110,16 @@ def make_delta(
         closing(open_source(plans[1].source)) as old_source,
     ):
 
-        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[Side, Side]]]:
-            yield numbers, (Side(plans[0], new_source), Side(plans[1], old_source))
+        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[TensorSide, TensorSide]]]:
+            yield numbers, (TensorSide(plans[0], new_source), TensorSide(plans[1], old_source))
             finish_hashes()
             new_source.check_unchanged()
             old_source.check_unchanged()
 
-        return write_delta(
-            Team(),
-            outputs,
-            read,
-            facts,
-            plans[0].source,
-            path,
-            options,
-            command="delta make",
-            started=started,
-            notes=notes,
-            progress=progress,
+        version = NewVersion(
+            Team(), outputs, facts, plans[0].source, path, options, command="delta make", started=started, notes=notes
         )
+        return write_delta(version, read, progress=progress)
 
 
 def _check_side(side: ComparedSide, out: str) -> None:

@@ -10,10 +10,10 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from xrank.commands.delta_writing import write_bodies
+from xrank.commands.delta_writing import NewVersion, write_bodies
 from xrank.commands.report import counts_requests
 from xrank.engine.buffers import OpenSource
-from xrank.engine.delta_bodies import Bodies, Body, FrameFile
+from xrank.engine.delta_bodies import Bodies, DeltaBody, FrameFile
 from xrank.engine.made_records import RecordStream
 from xrank.engine.report import Report
 from xrank.engine.sources import open_source
@@ -111,7 +111,8 @@ def fold_deltas(
     with closing(open_source(model)) as source:
         made, outputs = _fold(facts, bodies, source)
         source.check_unchanged()
-    return write_bodies(Team(), made, outputs, facts, model, path, options, command="delta fold", started=started)
+    version = NewVersion(Team(), outputs, facts, model, path, options, command="delta fold", started=started)
+    return write_bodies(version, made)
 
 
 def _refuse(place: str, got: str, want: str, next_step: str) -> UsageError:
@@ -147,7 +148,7 @@ def _fold(
     facts: DeltaFacts, bodies: dict[str, list[tuple[int, int, str, str]]], source: OpenSource
 ) -> tuple[Bodies, list[OutputTensor]]:
     """Return the composed bodies, and the tensors, as bytes, that they are of."""
-    names, found = sorted(bodies), list[Body]()
+    names, found = sorted(bodies), list[DeltaBody]()
     opened = {
         name: [partial(RecordStream, source, record, nbytes) for record, nbytes, _, _ in own]
         for name, own in bodies.items()
@@ -169,7 +170,7 @@ def _fold(
             stream = opened[name][0]()
             while data := stream.read(_CHUNK_NBYTES):
                 put(data)
-        found.append(Body(number, file.frame(number).nbytes if is_changed else 0, own[-1][2]))
+        found.append(DeltaBody(number, file.frame(number).nbytes if is_changed else 0, own[-1][2]))
     frames = [file.frame(one.number) for one in found if one.nbytes]
     return Bodies(found, frames), [OutputTensor(name, "U8", (0,)) for name in names]
 

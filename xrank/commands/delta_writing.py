@@ -14,16 +14,17 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.commands.folder_filling import make_once, make_output
 from xrank.commands.report import folder_report
-from xrank.engine.delta_bodies import Bodies, Body, make_bodies
+from xrank.engine.delta_bodies import Bodies, DeltaBody, make_bodies
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import make_plan
 from xrank.engine.report import DeltaDetails, Report
 from xrank.engine.rounds import deal
-from xrank.engine.tensor_pairs import Bytes, Side
+from xrank.engine.tensor_pairs import Bytes, TensorSide
 from xrank.errors import UsageError, option
 from xrank.formats.deltas import (
     CHECKSUMS,
@@ -100,53 +101,58 @@ def make_unfit_error(name: str | None, got: str | None, want: str, new_path: str
     )
 
 
-Batches: TypeAlias = Callable[[Sequence[int]], Iterable[tuple[Sequence[int], tuple[Side, Side]]]]
+Batches: TypeAlias = Callable[[Sequence[int]], Iterable[tuple[Sequence[int], tuple[TensorSide, TensorSide]]]]
 """Returns parts of some tensors, by number, each with the new and the old model; files of the plans have the same
 numbers. It may prepare the values of a part, and raises if a model has changed after the last."""
 
 
+class NewVersion(Struct, frozen=True, eq=False):
+    """A version that ranks write together."""
+
+    team: Team
+    outputs: Sequence[OutputTensor]
+    """All tensors of the model."""
+    facts: DeltaFacts
+    """Without the digests of the states, unless they are known."""
+    described: StoredModel
+    """The new model, for the manifest and the report."""
+    out: str
+    options: GatherOptions
+    """Buffers, threads, size of files, and what may be replaced."""
+    command: str
+    """Name of the command in the report."""
+    started: float
+    """When it began, on the monotonic clock."""
+    notes: Sequence[tuple[str, str]] = ()
+    timeout_seconds: float = 1800.0
+    """How long a rank may be silent."""
+
+
 def write_delta(
-    team: Team,
-    outputs: Sequence[OutputTensor],
+    new: NewVersion,
     batches: Batches,
-    facts: DeltaFacts,
-    described: StoredModel,
-    out: str,
-    options: GatherOptions,
     *,
-    command: str,
-    started: float,
     units: Sequence[Sequence[int]] | None = None,
     keep: Callable[[int, int, Bytes], object] = lambda number, low, new: None,
-    notes: Sequence[tuple[str, str]] = (),
     progress: Callable[[int, int], None] | None = None,
-    timeout_seconds: float = 1800.0,
 ) -> Report:
     """Write the delta between two models with all ranks of a team, which are together; each makes this call.
 
     Args:
-        team: the ranks.
-        outputs: all tensors of the model.
-        batches: reads this rank's share of them.
-        facts: of the version; the digests of the states are added.
-        described: the new model, for the manifest and the report.
-        out: the folder of the version.
-        options: buffers, threads, size of files, and what may be replaced.
-        command: name of the command in the report.
-        started: when it began, on the monotonic clock.
+        new: the version.
+        batches: reads this rank's share of the tensors.
         units: tensors, by number, that one rank must read together; None: each alone.
         keep: called with each stretch that was compared: the tensor's number, the first byte, and the new bytes; by
             any thread.
-        notes: for the report.
         progress: called on the first rank with (bytes compared, bytes in all), estimated from its own.
-        timeout_seconds: how long a rank may be silent.
 
     Returns:
         The report; other ranks than the first do not know digests and counts.
     """
-    _check_sizes(outputs, facts, out)
-    numbers = share_of(team, outputs, units or [[number] for number in range(len(outputs))])
-    total, done = sum(output.nbytes for output in outputs), [0]
+    team, facts, options = new.team, new.facts, new.options
+    _check_sizes(new)
+    numbers = share_of(team, new.outputs, units or [[number] for number in range(len(new.outputs))])
+    total, done = sum(output.nbytes for output in new.outputs), [0]
 
     def count(nbytes: int) -> None:
         done[0] += nbytes
@@ -161,36 +167,12 @@ def write_delta(
         return Bodies([*chain(*(one.found for one in made))], [*chain(*(one.frames for one in made))])
 
     made, _ = team.agree("the changes", make, lambda _: None, lambda _, __: None)
-    return write_bodies(
-        team,
-        made,
-        outputs,
-        facts,
-        described,
-        out,
-        options,
-        command=command,
-        started=started,
-        notes=notes,
-        timeout_seconds=timeout_seconds,
-    )
+    return write_bodies(new, made)
 
 
-def write_bodies(
-    team: Team,
-    made: Bodies,
-    outputs: Sequence[OutputTensor],
-    facts: DeltaFacts,
-    described: StoredModel,
-    out: str,
-    options: GatherOptions,
-    *,
-    command: str,
-    started: float,
-    notes: Sequence[tuple[str, str]] = (),
-    timeout_seconds: float = 1800.0,
-) -> Report:
-    """Write the folder of a version, of whose bodies each rank has made some; other arguments as of `write_delta`."""
+def write_bodies(new: NewVersion, made: Bodies) -> Report:
+    """Write the folder of a version, of whose bodies each rank has made some; errors as of `write_delta`."""
+    team, facts = new.team, new.facts
     offer = MemoryOffer(
         made.frames,
         across_hosts=team.needs_ports,
@@ -200,8 +182,8 @@ def write_bodies(
     )
     with closing(offer):
         parts = share_offers(team, "all ranks' changes", offer, {"bodies": msgspec.to_builtins(made.found)})
-        bodies = [msgspec.convert(part["bodies"], list[Body]) for part in parts]
-        planned, ranks, views = _plan_folder(team.ranks, bodies, outputs, facts, described, options, notes)
+        bodies = [msgspec.convert(part["bodies"], list[DeltaBody]) for part in parts]
+        planned, ranks, views = _plan_folder(new, bodies)
         source = PeerSource(
             offer,
             team.rank,
@@ -209,13 +191,13 @@ def write_bodies(
             ranks,
             views,
             check=team.make_failure_check(),
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=new.timeout_seconds,
         )
         with closing(source):
             if team.size == 1:
-                written = make_once(planned, out, None, team, source)
+                written = make_once(planned, new.out, None, team, source)
             else:
-                written = make_output(planned, source, out, None, team, planned.source.records.file)
+                written = make_output(planned, source, new.out, None, team, planned.source.records.file)
             team.meet("the end of the delta")
     details = DeltaDetails(
         version=facts.version,
@@ -226,16 +208,16 @@ def write_bodies(
         num_changed=len(planned.selection.outputs),
         state=(planned.index or {})["xrank"].get("state", ""),
     )
-    return replace(folder_report(command, planned, written, out, started), details=details)
+    return replace(folder_report(new.command, planned, written, new.out, new.started), details=details)
 
 
-def _check_sizes(outputs: Sequence[OutputTensor], facts: DeltaFacts, out: str) -> None:
-    for one in outputs:
-        if facts.encoding == "overwrite" and one.nbytes > MAX_OVERWRITTEN_NBYTES:
+def _check_sizes(new: NewVersion) -> None:
+    for one in new.outputs:
+        if new.facts.encoding == "overwrite" and one.nbytes > MAX_OVERWRITTEN_NBYTES:
             raise UsageError(
                 f"{one.name} is too large for {option('encoding', 'overwrite')}, which counts bytes by 4 bytes",
                 tensor=one.name,
-                file=out,
+                file=new.out,
                 got=f"{one.nbytes:,} bytes",
                 want=f"at most {MAX_OVERWRITTEN_NBYTES:,}",
                 next_step=f"give {option('encoding', 'xor')}",
@@ -248,16 +230,9 @@ def share_of(team: Team, outputs: Sequence[OutputTensor], units: Sequence[Sequen
     return [number for unit, owner in zip(units, owners, strict=True) if owner == team.position for number in unit]
 
 
-def _plan_folder(
-    ranks: Sequence[int],
-    bodies: Sequence[Sequence[Body]],
-    outputs: Sequence[OutputTensor],
-    facts: DeltaFacts,
-    described: StoredModel,
-    options: GatherOptions,
-    notes: Sequence[tuple[str, str]],
-) -> tuple[FolderPlan, list[int], list[int]]:
+def _plan_folder(new: NewVersion, bodies: Sequence[Sequence[DeltaBody]]) -> tuple[FolderPlan, list[int], list[int]]:
     """Return the plan of the folder, whose records are the bodies, and the rank and the view of each record."""
+    ranks, outputs, facts, options = new.team.ranks, new.outputs, new.facts, new.options
     everything = [*chain.from_iterable(bodies)]
     if any(one.digest for one in everything):  # else the facts are those of versions that are folded
         kinds = [(outputs[one.number].name, outputs[one.number].dtype, outputs[one.number].shape) for one in everything]
@@ -279,7 +254,7 @@ def _plan_folder(
     sizes = int_array(one.nbytes for _, one, _, _ in rows)
     held = [int(sizes[files == position].sum()) for position in range(len(ranks))]
     model = replace(
-        described,
+        new.described,
         files=tuple(SourceFile(memory_of(rank), size, rank, 0) for rank, size in zip(ranks, held, strict=True)),
         records=RecordTable(files, np.zeros(len(rows), np.int64), sizes, np.full(len(rows), NO_CHECKSUM)),
         shards=tuple(shards),
@@ -292,7 +267,7 @@ def _plan_folder(
     selection = Selection(tuple(tensors), {}, (), {}, ())
     decision = Decision(FoundSource(model, None), model, options, None, None, None, selection)
     plan = make_plan(model, laid_out)
-    planned = FolderPlan(decision, plan, selection, None, tuple(notes), {}, index=facts.to_metadata())
+    planned = FolderPlan(decision, plan, selection, None, tuple(new.notes), {}, index=facts.to_metadata())
     return planned, [ranks[position] for _, _, position, _ in rows], [view for _, _, _, view in rows]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from xrank.commands.delta_writing import (
+    NewVersion,
     check_same_tensors,
     make_unfit_error,
     plan_version,
@@ -25,7 +26,7 @@ from xrank.engine.planner import Plan, make_plan, select_tensors
 from xrank.engine.replicas import prefer_own_copies
 from xrank.engine.report import Report
 from xrank.engine.sources import open_source
-from xrank.engine.tensor_pairs import Side
+from xrank.engine.tensor_pairs import TensorSide
 from xrank.engine.tensor_target import TensorTarget, empty_tensor
 from xrank.engine.transforms import TransformedTensor
 from xrank.layout.nest_table import IntArray
@@ -68,13 +69,13 @@ class LiveTensors:
         self.units = [*([one] for one in sorted(alone)), *groups.values()]
         """Tensors, by number, that one rank makes together."""
 
-    def sides(self, numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], Side]]:
+    def sides(self, numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], TensorSide]]:
         """Yield parts of some units of tensors, by number, and their values."""
         chosen = set(numbers)
         made = [one for one in self._made if chosen.issuperset(self._numbers[one.number])]
         plain = sorted(chosen - {number for one in made for number in self._numbers[one.number]})
         if plain:
-            yield plain, Side(self.plan, self._source)
+            yield plain, TensorSide(self.plan, self._source)
         while made:
             batch, nbytes = list[TransformedTensor](), 0
             # A group's tensors follow each other, and share what is read of them first.
@@ -93,7 +94,7 @@ class LiveTensors:
         if self._transforms is not None:
             make_transformed_tensors(self._transforms, made, self._source, budget, tensors)
 
-    def _make(self, batch: Sequence[TransformedTensor]) -> tuple[Sequence[int], Side]:
+    def _make(self, batch: Sequence[TransformedTensor]) -> tuple[Sequence[int], TensorSide]:
         assert self._transforms is not None
         numbers = [number for one in batch for number in self._numbers[one.number]]
         outputs = [self.outputs[number] for number in numbers]
@@ -101,7 +102,7 @@ class LiveTensors:
         budget = self._gather.options.budget
         make_transformed_tensors(self._transforms, batch, self._source, budget, tensors)
         rows = {number: row_of(tensors[output.name]) for number, output in zip(numbers, outputs, strict=True)}
-        return numbers, Side(self.plan, self._source, rows)
+        return numbers, TensorSide(self.plan, self._source, rows)
 
 
 def row_of(tensor: torch.Tensor) -> memoryview:
@@ -146,24 +147,22 @@ def export_delta(
     plan, _ = team.agree("the base", plan_base, digest_of_plan, team.check_plans)
     with closing(open_source(plan.source)) as base_source:
 
-        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[Side, Side]]]:
+        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[TensorSide, TensorSide]]]:
             for part, side in live.sides(numbers):
-                yield part, (side, Side(plan, base_source))
+                yield part, (side, TensorSide(plan, base_source))
             source.check_unchanged()
             base_source.check_unchanged()
 
-        return write_delta(
+        version = NewVersion(
             team,
             live.outputs,
-            read,
             facts,
             gather.source,
             out,
             gather.options,
             command="export",
             started=started,
-            units=live.units,
             notes=gather.notes,
-            progress=progress,
             timeout_seconds=timeout_seconds,
         )
+        return write_delta(version, read, units=live.units, progress=progress)

@@ -14,6 +14,7 @@ from msgspec.structs import asdict, replace
 
 from xrank.dtypes import DTYPES, dtype
 from xrank.engine.executor import factors_nbytes
+from xrank.engine.object_records import count_requests, holds_objects
 from xrank.engine.planner import Plan
 from xrank.engine.report import (
     DeltaDetails,
@@ -26,7 +27,6 @@ from xrank.engine.report import (
     source_facts,
     timed_report,
 )
-from xrank.engine.sources import count_requests, holds_objects
 from xrank.engine.windows import WINDOW_NBYTES, digest_text
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel

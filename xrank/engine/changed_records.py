@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xrank.engine.buffers import OpenSource
 from xrank.engine.faults import COPY, find_owner
-from xrank.engine.made_records import Claims, RecordStream, ScratchFile
+from xrank.engine.made_records import RecordClaims, RecordStream, ScratchFile, SourceLayer
 from xrank.engine.windows import Read
 from xrank.errors import CorruptError
 from xrank.formats.deltas import BodyReader, Bytes, DamagedBodyError, new_checksum
 from xrank.layout.stored_model import RecordChange, StoredModel
-
-if TYPE_CHECKING:
-    from xrank.engine.sources import ObjectSource
 
 _CHUNK_NBYTES = 256 << 10
 """Bytes that all changes are applied to while they are in a core's own cache."""
@@ -34,18 +30,19 @@ _LARGEST_NBYTES = 16 << 20
 """Bytes of the largest record that is kept in memory."""
 
 
-class ChangedSource:
+class ChangedSource(SourceLayer):
     """Reads records, and applies the changes of those that have some. Errors as those of `FileSource`.
 
     CorruptError for a record that does not get the bytes whose checksum its version recorded.
     """
 
     def __init__(self, model: StoredModel, inner: OpenSource, folder: str | None = None) -> None:
-        self._model, self._inner = model, inner
+        super().__init__(inner)
+        self._model = model
         self._changes, self._nbytes = model.records.changed, model.records.nbytes
         self._scratch = ScratchFile(folder, sum(int(self._nbytes[one]) for one in self._changes), "changes are applied")
         self._scratch_nbytes = 0
-        self._claims = Claims()
+        self._claims = RecordClaims()
         self._kept: OrderedDict[int, Bytes] = OrderedDict()
         """Records in memory, the one used longest ago first."""
         self._held_nbytes = 0
@@ -77,15 +74,6 @@ class ChangedSource:
         self._scratch.read_into(staging[:nbytes], place + start)
         return staging[:nbytes]
 
-    def check_unchanged(self) -> None:
-        """Compare every file with its status at the reading of its metadata."""
-        self._inner.check_unchanged()
-
-    @property
-    def objects(self) -> ObjectSource | None:
-        """The objects in stores that it reads, if there are any."""
-        return getattr(self._inner, "objects", None)
-
     def announce(self, reads: Iterable[Read]) -> bool:
         """Take the records of reads that come soon as the next to make; return whether there was room for all."""
         known = list(reads)
@@ -104,7 +92,7 @@ class ChangedSource:
 
     def close(self) -> None:
         """Close all files, the scratch file too; no read may be under way."""
-        self._inner.close()
+        super().close()
         self._scratch.close()
         self._kept.clear()
         self._places.clear()

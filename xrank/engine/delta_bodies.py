@@ -10,12 +10,12 @@ from msgspec import Struct
 
 from xrank.engine.executor import Budget
 from xrank.engine.made_records import ScratchFile
-from xrank.engine.tensor_pairs import MEMORY_NBYTES, Bytes, Side, read_pairs
+from xrank.engine.tensor_pairs import MEMORY_NBYTES, Bytes, TensorSide, read_pairs
 from xrank.formats.deltas import BodyWriter, Checksum, most_frame_nbytes, new_checksum
 from xrank.ranks.memory import LocalBytes
 
 
-class Body(Struct, frozen=True):
+class DeltaBody(Struct, frozen=True):
     """The change of a tensor between two versions."""
 
     number: int
@@ -33,7 +33,7 @@ class Body(Struct, frozen=True):
 class Bodies(Struct, frozen=True, eq=False):
     """The bodies of some tensors."""
 
-    found: Sequence[Body]
+    found: Sequence[DeltaBody]
     frames: Sequence[LocalBytes]
     """The frames of those that have changed, in this order."""
 
@@ -71,7 +71,7 @@ class _Frame:
         self._file.read_into(into, self._start + start)
 
 
-class _Making(Struct, eq=False):
+class _UnfinishedBody(Struct, eq=False):
     """A tensor whose bytes come."""
 
     writer: BodyWriter
@@ -81,7 +81,7 @@ class _Making(Struct, eq=False):
 
 
 def make_bodies(
-    sides: tuple[Side, Side],
+    sides: tuple[TensorSide, TensorSide],
     numbers: Sequence[int],
     encoding: str,
     checksum: str,
@@ -99,14 +99,16 @@ def make_bodies(
     """
     sizes = {number: sides[0].plan.files[number].output.nbytes for number in numbers}
     file = FrameFile({number: most_frame_nbytes(encoding, nbytes) for number, nbytes in sizes.items()})
-    making: dict[int, _Making] = {}
-    found: dict[int, Body] = {}
+    making: dict[int, _UnfinishedBody] = {}
+    found: dict[int, DeltaBody] = {}
 
     def take(number: int, low: int, new: Bytes, old: Bytes) -> None:
         if not low:
             writer = BodyWriter(encoding, sizes[number], lambda data: file.put(number, data))
             digests = xxhash.xxh3_128(), xxhash.xxh3_128()
-            making[number] = _Making(writer, digests[0] if checksum == "xxh3-128" else new_checksum(checksum), digests)
+            making[number] = _UnfinishedBody(
+                writer, digests[0] if checksum == "xxh3-128" else new_checksum(checksum), digests
+            )
         one = making[number]
         one.writer.add(old, new)
         for state, data in zip(one.digests, (new, old), strict=True):
@@ -117,7 +119,7 @@ def make_bodies(
         if low + len(new) == sizes[number]:
             nbytes = 0 if one.writer.finish() is None else file.frame(number).nbytes
             digests_text = [state.hexdigest() for state in one.digests]
-            found[number] = Body(number, nbytes, one.checksum.hexdigest(), *digests_text)
+            found[number] = DeltaBody(number, nbytes, one.checksum.hexdigest(), *digests_text)
             del making[number]
 
     budget = Budget.from_memory(max_memory_nbytes, workers, window_nbytes=MEMORY_NBYTES)

@@ -41,8 +41,8 @@ from xrank.engine.casts import (
     read_factors,
 )
 from xrank.engine.faults import difference_error, make_checksums, overflow_error
+from xrank.engine.object_records import ROOM_NBYTES, ObjectSource
 from xrank.engine.planner import Plan, TensorPlan, UpdatePlan
-from xrank.engine.sources import ROOM_NBYTES, ObjectSource
 from xrank.engine.windows import (
     WINDOW_NBYTES,
     FileHashes,

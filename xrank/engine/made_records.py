@@ -1,4 +1,4 @@
-"""Records that are made by the first thread that wants them, and a scratch file for those that memory cannot hold."""
+"""What sources share that make records of others: a layer, claims of threads, a scratch file, a stream."""
 
 from __future__ import annotations
 
@@ -8,18 +8,50 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from xrank.engine.buffers import Source
+from xrank.engine.buffers import OpenSource, Source
 from xrank.environment import environ, scratch_folder
 from xrank.errors import AGAIN, NoSpaceError, XrankError
 from xrank.system import read_at, write_at
+
+if TYPE_CHECKING:
+    from xrank.engine.object_records import ObjectSource
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _Made = TypeVar("_Made")
 
 
-class Claims:
+class SourceLayer:
+    """A source that makes some records of those of another source, which it closes."""
+
+    def __init__(self, inner: OpenSource) -> None:
+        self._inner = inner
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the record's bytes from `start` on."""
+        raise NotImplementedError
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Read into the staging buffer and return the part that was filled."""
+        self.read_into(record, start, staging[:nbytes])
+        return staging[:nbytes]
+
+    def check_unchanged(self) -> None:
+        """Compare every file with its status at the reading of its metadata."""
+        self._inner.check_unchanged()
+
+    @property
+    def objects(self) -> ObjectSource | None:
+        """The objects in stores that it reads, if there are any."""
+        return getattr(self._inner, "objects", None)
+
+    def close(self) -> None:
+        """Close all files; no read may be under way."""
+        self._inner.close()
+
+
+class RecordClaims:
     """Lets each record be made by one thread; a thread that waits for another's record makes one that comes next."""
 
     def __init__(self) -> None:

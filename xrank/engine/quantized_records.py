@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,14 +18,11 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from xrank import dtypes
+from xrank.engine.buffers import OpenSource
 from xrank.engine.encodings import Encoding
+from xrank.engine.made_records import SourceLayer
 from xrank.engine.windows import Read
 from xrank.layout.stored_model import QuantizedMatrix, QuantizedPart, RecordTable
-
-if TYPE_CHECKING:
-    from xrank.engine.buffers import FileSource
-    from xrank.engine.changed_records import ChangedSource
-    from xrank.engine.sources import DecodedSource, ObjectSource
 
 _CHUNK = 1 << 16
 """Elements decoded at once."""
@@ -105,7 +102,7 @@ class _Matrix(Struct, frozen=True, eq=False):
         return self.spec.shape[2 if self.spec.is_transposed else 1]
 
 
-class _Kept(NamedTuple):
+class _DecodedLines(NamedTuple):
     """Parts of lines that a thread has decoded ahead: the same elements of one line after another."""
 
     record: int
@@ -116,11 +113,11 @@ class _Kept(NamedTuple):
     """Shape [lines, high - low]."""
 
 
-class QuantizedSource:
+class QuantizedSource(SourceLayer):
     """Reads records, and decodes those of quantized matrices. Errors as those of `FileSource`."""
 
-    def __init__(self, records: RecordTable, inner: FileSource | ObjectSource | DecodedSource | ChangedSource) -> None:
-        self._inner = inner
+    def __init__(self, records: RecordTable, inner: OpenSource) -> None:
+        super().__init__(inner)
         self._specs = records.quantized
         self._prepare = lru_cache(_MOST_PREPARED)(lambda record: _Matrix.of(records.quantized[record]))
         self._read_kept_row = lru_cache(_MOST_ROWS)(self._read_row)
@@ -160,17 +157,7 @@ class QuantizedSource:
         """Return the record's bytes, in the staging buffer or as the inner source returns them."""
         if record not in self._specs:
             return self._inner.fetch(record, start, nbytes, staging)
-        self.read_into(record, start, staging[:nbytes])
-        return staging[:nbytes]
-
-    def check_unchanged(self) -> None:
-        """Compare every file with its status at the reading of its metadata."""
-        self._inner.check_unchanged()
-
-    @property
-    def objects(self) -> ObjectSource | None:
-        """The objects in stores that it reads, if there are any."""
-        return getattr(self._inner, "objects", None)
+        return super().fetch(record, start, nbytes, staging)
 
     @property
     def announce(self) -> Callable[[Iterable[Read]], bool] | None:
@@ -182,7 +169,7 @@ class QuantizedSource:
 
     def close(self) -> None:
         """Close all files; no read may be under way."""
-        self._inner.close()
+        super().close()
         for kept in (self._read_kept_row, self._decode_kept_line):
             kept.cache_clear()
 
@@ -209,7 +196,7 @@ class QuantizedSource:
         A tensor that is cut across its lines is read so, one line after another. From the second line on, some are
         decoded ahead. Other reads end within a line that the next one begins with.
         """
-        kept: _Kept | None = getattr(self._own, "kept", None)
+        kept: _DecodedLines | None = getattr(self._own, "kept", None)
         count = 1
         if kept is not None and kept[:3] == (record, low, high):
             if 0 <= line - kept.first < len(kept.values):
@@ -224,7 +211,7 @@ class QuantizedSource:
         else:
             values = np.empty((count, high - low), dtypes.numpy_dtype(matrix.spec.dtype))
             self._decode(matrix, line, low, values)
-        self._own.kept = _Kept(record, low, high, line, values)
+        self._own.kept = _DecodedLines(record, low, high, line, values)
         return values[0]  # type: ignore[no-any-return]
 
     def _decode_line(self, record: int, line: int) -> _Values:

@@ -34,7 +34,7 @@ Take: TypeAlias = Callable[[int, int, Bytes, Bytes], None]
 function returns. A tensor without bytes comes once."""
 
 
-class Side(Struct, frozen=True, eq=False):
+class TensorSide(Struct, frozen=True, eq=False):
     """A plan with a tensor in each file and no headers, and the source that it reads."""
 
     plan: Plan
@@ -44,7 +44,7 @@ class Side(Struct, frozen=True, eq=False):
 
 
 def read_pairs(
-    sides: tuple[Side, Side],
+    sides: tuple[TensorSide, TensorSide],
     numbers: Sequence[int],
     budget: Budget,
     take: Take,
@@ -130,7 +130,9 @@ def _group(plan: Plan, numbers: Sequence[int]) -> Iterator[list[_Place]]:
 class _Reader:
     """A thread's memory for stretches of a plan, as a `PlacingTarget`: windows are made in it."""
 
-    def __init__(self, side: Side, budget: Budget, checksums: RecordChecksums, cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self, side: TensorSide, budget: Budget, checksums: RecordChecksums, cancelled: Callable[[], bool]
+    ) -> None:
         self._side, self._budget, self._checksums, self._cancelled = side, budget, checksums, cancelled
         self._room = take_memory(_STRETCH_NBYTES, "stretches of tensors")
         self._starts: dict[int, int] = {}

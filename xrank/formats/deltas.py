@@ -39,7 +39,7 @@ _VERSION = re.compile(r"weight_v(\d{6,})")
 _CHUNK_NBYTES = 1 << 18
 _STEP_NBYTES = 1 << 20
 """Bytes that are compressed at once: their xor stays in cache."""
-_FRAME_NBYTES = 18
+FRAME_HEADER_NBYTES = 18
 """Bytes of the longest header of a frame of zstd (RFC 8878, section 3.1.1.1)."""
 _OWN = "xrank"
 
@@ -234,7 +234,7 @@ def frame_content_nbytes(frame: Readable) -> int:
     """Return the bytes of a body as its frame's header records them, or -1; it raises DamagedBodyError."""
     zstandard = import_zstandard()
     try:
-        return int(zstandard.frame_content_size(frame.read(_FRAME_NBYTES)))
+        return int(zstandard.frame_content_size(frame.read(FRAME_HEADER_NBYTES)))
     except zstandard.ZstdError as error:
         raise DamagedBodyError(str(error)) from error
 

@@ -30,7 +30,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from xrank.errors import ContradictionError, UsageError
 from xrank.refit.proof import HeldDigests, whole_parts
-from xrank.refit.receive import TakenWeights, take_weights
+from xrank.refit.receive import TakenWeights
+from xrank.refit.taking import take_weights
 from xrank.refit.targets import UpdateReport
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 from math import prod
 from typing import Any
 
@@ -27,9 +28,17 @@ from xrank.errors import (
     either,
     option,
 )
-from xrank.formats.deltas import INDEX_NAME, DeltaFacts, new_checksum, version_name, version_of
+from xrank.formats.deltas import (
+    FRAME_HEADER_NBYTES,
+    INDEX_NAME,
+    DamagedBodyError,
+    DeltaFacts,
+    frame_content_nbytes,
+    new_checksum,
+    version_name,
+    version_of,
+)
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.zarr_array import import_zstandard
 from xrank.layout.stored_model import RecordChange, RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.folder import HfFolderReader, read_delta, read_facts, read_headers
@@ -42,8 +51,6 @@ from xrank.storage.url import is_url
 from xrank.words import list_text, plural
 
 _COPY = "copy the version again from where it was written"
-_FRAME_NBYTES = 18
-"""Bytes of the longest header of a frame of zstd (RFC 8878, section 3.1.1.1)."""
 
 
 class Version(Struct, frozen=True):
@@ -187,14 +194,19 @@ def read_held_version(folder: str) -> ManifestVersion | None:
         return None
 
 
+class VersionReader(HfFolderReader):
+    """The reader of safetensors folders and files, of whole models and of versions that contain changes."""
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor is; errors as of `Reader.read`, `find_chain` and `read_chain`."""
+        if places.is_folder(path) and read_facts(path) is not None:
+            return read_chain(find_chain(path, hints.base_path), hints)
+        return super().read(path, hints)
+
+
 def read_whole(path: str) -> StoredModel:
     """Return the model of a version that is whole."""
     return HfFolderReader().read(path, Hints())
-
-
-def read_model_of(path: str, hints: Hints) -> StoredModel:
-    """Return the model of a version that contains changes; errors as of `find_chain` and `read_chain`."""
-    return read_chain(find_chain(path, hints.base_path), hints)
 
 
 def read_chain(chain: Chain, hints: Hints = Hints()) -> StoredModel:  # noqa: B008  it is frozen
@@ -280,13 +292,13 @@ def _read_sizes(header: SafetensorsHeader) -> Sequence[int | None]:
     """
     if is_url(header.path):
         return [None] * len(header.tensors)
-    zstandard, found = import_zstandard(), list[int | None]()
+    found = list[int | None]()
     with open_regular(header.path) as file:
         for tensor in header.tensors:
-            start = file.read(header.data_start + tensor.start, min(_FRAME_NBYTES, tensor.end - tensor.start))
+            start = file.read(header.data_start + tensor.start, min(FRAME_HEADER_NBYTES, tensor.end - tensor.start))
             try:
-                size = zstandard.frame_content_size(start)
-            except zstandard.ZstdError as error:
+                size = frame_content_nbytes(BytesIO(start))
+            except DamagedBodyError as error:
                 subject = Subject(tensor.name, None, header.path)
                 raise subject.make(CorruptError, "its body is damaged", str(error), "a frame of zstd", _COPY) from error
             found.append(None if size < 0 else size)

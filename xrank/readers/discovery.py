@@ -59,7 +59,7 @@ WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "workspace", "Works
 TORCH_SAVE = ListedReader("torch-save", r".*\.(pt|pth|ckpt|th|bin|tar)", "torch_save", "TorchSaveReader")
 OWN_READERS = (
     WORKSPACE,
-    ListedReader("safetensors", r".*\.safetensors(\.index\.json)?", "hugging_face.folder", "HfFolderReader"),
+    ListedReader("safetensors", r".*\.safetensors(\.index\.json)?", "deltas", "VersionReader"),
     ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "hugging_face.shards", "HfShardsReader"),
     ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "vllm", "VllmReader"),
     ListedReader(

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.encodings import Encoding
+from xrank.engine.object_records import ObjectSource
 from xrank.engine.quantized_records import describe_matrix
-from xrank.engine.sources import ObjectSource, open_source
+from xrank.engine.sources import open_source
 from xrank.engine.windows import Read
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError
 from xrank.layout.nest_table import NestTable, int_array

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.engine.planner import Alike, divide_replicas
@@ -27,12 +27,11 @@ from xrank.ranks.memory import LocalBytes, MemoryBytes, kind_without_elements, l
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import TrainerModel
 from xrank.refit.peers import PAUSE_SECONDS, PeerRank
+from xrank.refit.targets import Proof, TargetPlan
 from xrank.words import likewise_text, list_text
 
 if TYPE_CHECKING:
     import torch
-
-    from xrank.refit.targets import TargetPlan
 
 TRAINER_VIEW, ENGINE_VIEW = -3, -2
 """Places of the table among the views that a rank lends: before the status and, in a trainer's rank, its outcome."""
@@ -182,15 +181,6 @@ class RankDigests(Struct, frozen=True, eq=False):
         blocks = np.empty(NUM_BLOCKS, np.uint64)
         self.read(_HEAD + self.rows.size + row * NUM_BLOCKS, blocks)
         return blocks
-
-
-class Proof(Struct, frozen=True):
-    """The result of a comparison; it is the same on all ranks of an engine."""
-
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """Tensor -> digest of the engine's values, which is that of the trainer's."""
-    unproven: Mapping[str, str] = field(default_factory=dict)
-    """Tensor -> why it was not compared."""
 
 
 class HeldDigests:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
-from xrank.commands.delta_writing import plan_version, share_of, write_delta
+from xrank.commands.delta_writing import NewVersion, plan_version, share_of, write_delta
 from xrank.commands.folder_filling import make_output
 from xrank.commands.live_delta import LiveTensors, check_model_alone, row_of
-from xrank.engine.tensor_pairs import Bytes, Side
+from xrank.engine.tensor_pairs import Bytes, TensorSide
 from xrank.engine.tensor_target import empty_tensor
 from xrank.errors import UsageError, option
 from xrank.formats.deltas import version_name
@@ -80,7 +80,7 @@ class PublishedVersions:
         outputs = [self._live.outputs[number] for number in numbers]
         self._copies = {output.name: empty_tensor(output) for output in outputs}
         self._rows = dict(zip(numbers, map(row_of, self._copies.values()), strict=True))
-        self._base = Side(self._live.plan, self._source, self._rows)
+        self._base = TensorSide(self._live.plan, self._source, self._rows)
         self._last: tuple[int, int] | None = None
         """Numbers of the last version, and of the whole one before it; None: the copies are of no version."""
 
@@ -116,7 +116,7 @@ class PublishedVersions:
         return newest + 1, newest + 1
 
     def _write_changes(self, team: Team, out: str, base: int, step: int) -> None:
-        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[Side, Side]]]:
+        def read(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], tuple[TensorSide, TensorSide]]]:
             for part, side in self._live.sides(numbers):
                 yield part, (side, self._base)
             self._source.check_unchanged()
@@ -125,17 +125,15 @@ class PublishedVersions:
             if len(new):
                 self._rows[number][low : low + len(new)] = new.data
 
-        write_delta(
+        version = NewVersion(
             team,
             self._live.outputs,
-            read,
             plan_version(out, os.path.join(self._folder, version_name(base)), step=step),
             self._gather.source,
             out,
             self._gather.options,
             command="publish",
             started=time.monotonic(),
-            units=self._live.units,
-            keep=keep,
             timeout_seconds=self._timeout_seconds,
         )
+        write_delta(version, read, units=self._live.units, keep=keep)

@@ -46,11 +46,9 @@ from xrank.ranks.loans import (
     share_offers,
 )
 from xrank.ranks.memory import LocalBytes, local_bytes, locate_elements
-from xrank.ranks.store import group_place
 from xrank.ranks.team import find_group_team
 from xrank.readers.live.models import LiveModel
-from xrank.readers.live.modules import FilledModule
-from xrank.recipes.live_arguments import check_meeting, check_types, live_layouts
+from xrank.recipes.live_arguments import check_meeting
 from xrank.recipes.options import default_workers, parse_size
 from xrank.refit.directory import Address, RankRegistration, TrainerModel, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (
@@ -69,7 +67,6 @@ from xrank.refit.peers import (
 from xrank.refit.proof import (
     TRAINER_VIEW,
     EngineProof,
-    Proof,
     ProofPlan,
     RankDigests,
     compare,
@@ -77,9 +74,9 @@ from xrank.refit.proof import (
     wait_for_tables,
 )
 from xrank.refit.targets import (
-    LoaderTarget,
     MemoryPlaces,
     ModuleTarget,
+    Proof,
     TargetPlan,
     Transfer,
     UpdateReport,
@@ -91,9 +88,6 @@ from xrank.storage.entries import Entry
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from xrank.layout import LayoutMap
-    from xrank.refit.recording import Loader
 
 
 LOOK_SECONDS = 0.25
@@ -489,100 +483,6 @@ def _read_nest(nest: Entry) -> Nest:
     if any(len(loop) != 3 for loop in loops):
         nest.refuse("loops of a count and two strides")
     return Nest(parts[0].count(), parts[1].count(), tuple((n, xs, ys) for n, xs, ys in loops))
-
-
-@names_own_arguments
-def take_weights(
-    target: FilledModule,
-    address: str | os.PathLike[str] | None = None,
-    *,
-    deltas: str | os.PathLike[str] | None = None,
-    base_model: str | os.PathLike[str] | None = None,
-    layouts: LayoutMap | None = None,
-    mesh: Any = None,
-    loader: Loader | None = None,
-    relay: bool = False,
-    proof: bool = False,
-    max_memory: str | int = "64MB",
-    wire: str | None = None,
-    group: ProcessGroup | None = None,
-    timeout_seconds: float = 1800.0,
-) -> TakenWeights:
-    """Prepare to take a trainer's weights; every rank of the engine makes this call, in any order with the trainer.
-
-    The engine is a job of its own, with a world of its own or none. `TakenWeights.update` then takes step after step.
-    The first one plans: it composes the trainer's layouts with those of the target, and proves that each element of
-    each tensor is written once.
-
-    Args:
-        target: the rank's module or state dict, as for `xrank.load_model`, under Hugging Face's names; or, with
-            `loader`, the engine's module in its own form.
-        address: the directory of the trainer's `xrank.offer_weights`; None with `deltas`.
-        deltas: a folder of versions, or its URL, in the place of a trainer's address: each update takes the newest
-            version, and waits for a newer one than the engine holds. It reads all tensors at first, later those that
-            have changed since.
-        base_model: the folder of the model on which the first version in `deltas` is based; None: one is whole.
-        layouts: the layouts of plain tensors that are cut; other plain tensors are whole.
-        mesh: the mesh of `layouts`, if they have none, or of a Megatron module.
-        loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
-            vLLM's ``model.load_weights``. It runs once on tensors without memory, which shows its copies; tensors that
-            it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
-        relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
-            Each update then computes digests of the rank's bytes.
-        proof: whether each update compares digests of the engine's tensors with those of a trainer that was made with
-            ``offer_weights(..., proof=True)``, and `TakenWeights.check` can find later changes. It takes a pass over
-            the rank's bytes. With `deltas` it is for `TakenWeights.check` alone, as versions have their checksums.
-        max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
-        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
-            None: the kernel copies on one host, sockets between hosts.
-        group: the ranks of the engine, which take each step all together; None: all of the world.
-        timeout_seconds: how long the engine's ranks may take to arrive.
-
-    Raises:
-        UsageError: an argument is wrong, or a tensor has no memory to fill.
-
-    Example:
-        >>> import torch, xrank
-        >>> weights = xrank.take_weights({"weight": torch.zeros(2, 2)}, "refit")
-        >>> offer = xrank.offer_weights({"weight": torch.ones(2, 2)}, "refit", snapshot=True)
-        >>> _ = offer.publish(7)
-        >>> weights.update().moved_nbytes
-        16
-        >>> weights.close(); offer.close()
-    """
-
-    def make_target() -> ModuleTarget:
-        check_types(layouts, mesh)
-        if loader is None:
-            return ModuleTarget(target, live_layouts(layouts, mesh), mesh, *(group_place() or (0, 1)))
-        if layouts is not None or mesh is not None:
-            raise UsageError(
-                f"{option('loader')} shows how it cuts tensors; {option('layouts')} and {option('mesh')} have no use",
-                next_step="leave layouts and mesh out",
-            )
-        return LoaderTarget(target, loader)
-
-    if deltas is not None or address is None:
-        from xrank.refit.followed_deltas import FollowedWeights, check_no_address  # other engines have a trainer
-
-        require("torch", "take_weights")
-        check_meeting(group, timeout_seconds)
-        check_no_address(address, {"relay": relay, "wire": wire})
-        if deltas is None:
-            raise UsageError("nothing says where the weights come from", next_step="give address= or deltas=")
-        nbytes = parse_size(max_memory, "max_memory")
-        return FollowedWeights(make_target, deltas, base_model, nbytes, group, proof=proof)
-    return take_into(
-        make_target,
-        address,
-        call="take_weights",
-        relay=relay,
-        proof=proof,
-        max_memory=max_memory,
-        wire=wire,
-        group=group,
-        timeout_seconds=timeout_seconds,
-    )
 
 
 def take_into(

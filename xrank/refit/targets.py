@@ -40,7 +40,6 @@ from xrank.words import list_text
 if TYPE_CHECKING:
     import torch
 
-    from xrank.refit.proof import Proof
     from xrank.refit.recording import Fill, Loader
 
 
@@ -383,6 +382,15 @@ class Transfer(Struct, eq=False):
             thread.join()
         if failures:
             raise failures[0]
+
+
+class Proof(Struct, frozen=True):
+    """The result of a comparison; it is the same on all ranks of an engine."""
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Tensor -> digest of the engine's values, which is that of the trainer's."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """Tensor -> why it was not compared."""
 
 
 class UpdateReport(Struct, frozen=True):

@@ -319,9 +319,7 @@ class HfFolderReader:
         """Return where every tensor lies; errors as in `Reader.read`."""
         found = _read_folder(path) if places.is_folder(path) else _Folder(read_headers(path))
         if found.delta is not None:
-            from xrank.readers.deltas import read_model_of  # most folders contain a whole model
-
-            return read_model_of(path, hints)
+            raise _refuse_delta(path, found.delta)
         headers = found.headers
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
@@ -351,11 +349,15 @@ def read_headers(path: str, *, of_delta: bool = False) -> tuple[SafetensorsHeade
         found = _read_folder(path)
         if found.delta is None or of_delta:
             return found.headers
-        kind = f"a delta of version {found.delta.version} on base {found.delta.base_version}"
-        raise delta_error(path, os.path.join(path, INDEX_NAME), kind, f"delta_encoding {found.delta.encoding}")
+        raise _refuse_delta(path, found.delta)
     header = read_header(path)
     _check_whole(path, [header])
     return (header,)
+
+
+def _refuse_delta(folder: str, delta: DeltaFacts) -> UsageError:
+    kind = f"a delta of version {delta.version} on base {delta.base_version}"
+    return delta_error(folder, os.path.join(folder, INDEX_NAME), kind, f"delta_encoding {delta.encoding}")
 
 
 def read_delta(folder: str) -> tuple[DeltaFacts, tuple[SafetensorsHeader, ...]] | None:
