@@ -20,7 +20,7 @@ import numpy as np
 from xrank import system
 from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError, option
 from xrank.layout.nest_table import IntArray
-from xrank.layout.stored_model import SourceFile, StoredModel
+from xrank.layout.stored_model import LOST, SourceFile, StoredModel
 from xrank.system import c_function
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -217,7 +217,7 @@ class FileSource:
     def check_unchanged(self) -> None:
         """Compare size, inode and time of every file with those at the reading of its metadata."""
         for file in self._files:
-            if file.in_store is not None:
+            if file.in_store is not None or file.nbytes == LOST:
                 continue
             try:
                 status = os.stat(file.path)

@@ -230,6 +230,10 @@ def divide_replicas(shard: StoredShard, source: StoredModel, alike: Alike | None
     If several ranks hold a piece for the same place, the lowest rank's is copied. `alike` keeps what further tensors of
     the source have in common with this one. Errors as `make_plan`.
     """
+    whole, is_lost = shard, source.records.is_lost(shard.record)
+    if is_lost.any():  # a table of its own, which `alike` must not mistake for another tensor's
+        rows, alike = np.flatnonzero(~is_lost), None
+        shard = replace(whole, rank=whole.rank[rows], record=whole.record[rows], nests=whole.nests.take(rows))
     alike, kind = {} if alike is None else alike, (id(shard.rank), id(shard.nests), shard.shape)
     if kind not in alike:
         first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), math.prod(shard.shape))
@@ -238,8 +242,22 @@ def divide_replicas(shard: StoredShard, source: StoredModel, alike: Alike | None
     first_rows, other_rows, fault = alike[kind]
     copies, replicas = (Copies(one.rank, shard.record[one.record], one.nests) for one in (first_rows, other_rows))
     if fault is not None:
-        raise coverage_error(shard, copies, fault, math.prod(shard.shape), source)
+        error = coverage_error(shard, copies, fault, math.prod(shard.shape), source)
+        if fault.kind == "gap" and is_lost.any():
+            (rank, file), *_ = find_lost_parts(whole, source)
+            error.about(rank=rank, file=file, got=f"rank {rank}'s part is lost with {file}")
+            error.advise(f"restore {file}, then {AGAIN}; xrank inspect lists all that is missing")
+        raise error
     return copies, replicas
+
+
+def find_lost_parts(shard: StoredShard, source: StoredModel) -> list[tuple[int, str]]:
+    """Return (rank, file) of a tensor's pieces whose bytes are lost, by rising rank."""
+    rows = np.flatnonzero(source.records.is_lost(shard.record))
+    files = source.records.file[shard.record[rows]].tolist()
+    return sorted(
+        {(rank, source.files[file].path) for rank, file in zip(shard.rank[rows].tolist(), files, strict=True)}
+    )
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -18,6 +19,10 @@ from xrank.storage.client import ObjectStatus
 
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format records no checksum of these bytes."""
+
+LOST = -2
+"""In `RecordTable.crc32`: the bytes are lost, because their file is missing, damaged or of another save. As a file's
+`SourceFile.nbytes`: none of its bytes is read."""
 
 _READ = 1 << 19
 """Elements of a decoded matrix that are read at once: of 16 bits, those of a window of an output file."""
@@ -44,6 +49,11 @@ class SourceFile(Struct, frozen=True):
         if isinstance(status, ObjectStatus):
             return cls(path, status.nbytes, 0, 0, status)
         return cls(path, status.st_size, status.st_ino, status.st_mtime_ns)
+
+    @classmethod
+    def lost(cls, path: str) -> SourceFile:
+        """Return a file of which nothing is read."""
+        return cls(path, LOST, 0, 0)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -144,6 +154,13 @@ class RecordTable(Struct, frozen=True, eq=False):
             is_encoded = self.encoded_nbytes != PLAIN
             found[is_encoded] = self.encoded_nbytes[is_encoded]
         found[[*self.inline, *self.quantized]] = 0
+        return found
+
+    def is_lost(self, records: IntArray) -> npt.NDArray[np.bool_]:
+        """Return a mask of the records whose bytes are lost, or some of those that they are decoded from."""
+        found: npt.NDArray[np.bool_] = self.crc32[records] == LOST
+        if self.quantized and (self.crc32 == LOST).any():
+            found |= [bool((self.crc32[self.find_stored([record])] == LOST).any()) for record in records.tolist()]
         return found
 
     def find_stored(self, records: Sequence[int] | IntArray) -> list[int]:

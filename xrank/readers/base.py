@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 
+from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.layout.stored_model import StoredModel
+
+
+class Faults:
+    """Collects the faults of a source, so that a reader continues with the rest; `RAISING` raises the first fault.
+
+    A reader calls `lose` for a file that it cannot use. The file's pieces stay in the model, in records that are
+    `xrank.layout.stored_model.LOST`: the proof of a tensor ignores them, and a list of missing tensors names them.
+    """
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.raises = raises
+        self.errors: list[XrankError] = []
+        """All faults, in the order in which they were found."""
+        self.files: dict[str, XrankError] = {}
+        """Path of a lost file -> its first fault."""
+        self.ranks: dict[int, tuple[str, int]] = {}
+        """Rank of a lost file -> the file's path and its lost record, for readers that place ranks' parts."""
+
+    def add(self, error: XrankError) -> None:
+        """Add a fault, once."""
+        if self.raises:
+            raise error
+        if all(error.message != known.message for known in self.errors):
+            self.errors.append(error)
+
+    def lose(self, error: XrankError, *paths: str) -> None:
+        """Add a fault because of which these files are not used."""
+        self.add(error)
+        for path in paths:
+            self.files.setdefault(path, error)
+
+    @contextmanager
+    def losing(self, *paths: str) -> Iterator[None]:
+        """Lose these files if the body raises an `XrankError`."""
+        try:
+            yield
+        except XrankError as error:
+            self.lose(error, *paths)
+
+
+RAISING = Faults(raises=True)
+"""Raises each fault. It has no state, so all calls share it."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def outvote(facts: Mapping[_Key, Mapping[Any, object]]) -> list[_Key]:
+    """Return the files whose facts differ from those of most files; of two equal groups, the files of both.
+
+    `facts` are those by which files of one save agree: the files with a fact must have the same value of it.
+    """
+    out: dict[_Key, None] = {}
+    values: dict[Any, dict[_Key, str]] = {}
+    for file, own in facts.items():
+        for name, value in own.items():
+            values.setdefault(name, {})[file] = repr(value)
+    for found in values.values():
+        if len(set(found.values())) > 1:
+            (most, count), (_, second) = Counter(found.values()).most_common(2)
+            out.update(dict.fromkeys(file for file, value in found.items() if value != most or count == second))
+    return [*out]
 
 
 class Hints(Struct, frozen=True):
@@ -42,6 +106,8 @@ class Hints(Struct, frozen=True):
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves inferred global shapes. Returns the recipe that they fit, or None if no recipe knows the names. Raises if
     they contradict each other or the config (`xrank.recipes.proofs.prove_shapes`)."""
+    faults: Faults = RAISING
+    """Collects the faults of the source; by default the first one is raised."""
 
 
 class Reader(Protocol):

@@ -19,9 +19,9 @@ from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_s
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.torch_archive import ArchivedTensor, element_type, read_archive, read_archive_in, walk_leaves
 from xrank.layout.nest_table import IntArray, NestTable
-from xrank.layout.nests import Nest, canonical
-from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.readers.base import Hints
+from xrank.layout.nests import Nest, canonical, row_major
+from xrank.layout.stored_model import LOST, NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.readers.base import RAISING, Faults, Hints
 from xrank.readers.names import (
     ChosenPart,
     SavedTree,
@@ -142,7 +142,7 @@ def rank_of_file(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) -> DcpPieces:
+def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor], faults: Faults = RAISING) -> DcpPieces:
     """Return where the pieces of the chosen tensors lie; only the ends of each piece are read."""
     for name in metadata.files:
         # torch/distributed/checkpoint/filesystem.py: write_data: a plain file name without folders.
@@ -158,16 +158,20 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
     )
     # Files that hold only optimizer state may be missing, so check only those with pieces of the model.
     used = np.flatnonzero(np.bincount(file, minlength=len(metadata.files))).tolist()
-    _check_presence(folder, metadata, used, file, owner, names)
+    _check_presence(folder, metadata, used, file, owner, names, faults)
     # Read each file once and from start to end, whatever order the tensors have.
     order = np.lexsort((start, file))
     bounds = np.searchsorted(file[order], [*used, len(metadata.files)])
-    rows = np.empty((len(file), 4), dtype=np.int64)
+    rows = np.full((len(file), 4), (-1, 0, 0, LOST), dtype=np.int64)
     files, reader = [], _FileReader(names, tensors, counts)
     for number, low, high in zip(used, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         mine = order[low:high]
         name = metadata.files[number]
-        with open_regular(os.path.join(folder, name), rank_of_file(name)) as opened:
+        path = os.path.join(folder, name)
+        files.append(SourceFile.lost(path))
+        if path in faults.files:
+            continue
+        with faults.losing(path), open_regular(path, rank_of_file(name)) as opened:
             end = int(metadata.ends[number])
             # The metadata is written last, so an item after the last one that it names is of another save.
             if opened.nbytes >= end + len(_ARCHIVE) and opened.read(end, len(_ARCHIVE)) == _ARCHIVE:
@@ -177,20 +181,23 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
                     f"{end:,} bytes",
                     "if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
                 )
-            rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine])
-            files.append(SourceFile.from_status(opened.origin.path, opened.status))
+            rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine], faults)
+            files[-1] = SourceFile.from_status(opened.origin.path, opened.status)
     kinds = reader.items.kinds
     ends = np.cumsum(counts)
     ranks = np.array([rank_of_file(name) or 0 for name in metadata.files], dtype=np.int64)
     shards = []
     for k, (name, tensor, dtype) in enumerate(zip(names, tensors, dtypes_of, strict=True)):
         first, end = int(ends[k]) - counts[k], int(ends[k])
-        _check_kinds(name, tensor, dtype, rows[first:end, 0], kinds, metadata)
+        _check_kinds(name, tensor, dtype, rows[first:end, 0], kinds, metadata, faults)
         nests = _nests(tensor, rows[first:end, 0], kinds)
         shards.append(StoredShard(name, dtype, tensor.shape, ranks[tensor.file], np.arange(first, end), nests))
     # From the metadata's numbers of files to those of the files with pieces of the model.
     place = np.zeros(len(metadata.files), dtype=np.int64)
     place[used] = np.arange(len(used))
+    for number in used:
+        if os.path.join(folder, metadata.files[number]) in faults.files:
+            rows[file == number, 1:] = 0, 0, LOST
     offset, nbytes, crc32 = (np.ascontiguousarray(rows[:, k]) for k in (1, 2, 3))
     records = RecordTable(place[file], offset, nbytes, crc32)
     bare = np.bincount(records.file[records.crc32 == NO_CHECKSUM], minlength=len(files))
@@ -199,18 +206,37 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
 
 
 def _check_presence(
-    folder: str, metadata: DcpMetadata, used: Sequence[int], file: IntArray, owner: IntArray, names: Sequence[str]
+    folder: str,
+    metadata: DcpMetadata,
+    used: Sequence[int],
+    file: IntArray,
+    owner: IntArray,
+    names: Sequence[str],
+    faults: Faults,
 ) -> None:
     there = set(places.list_names(folder))
     missing = [number for number in used if metadata.files[number] not in there]
-    if not missing:
-        return
+    # One error names all files, or each file has its own.
+    for group in [missing] if faults.raises and missing else [[number] for number in missing]:
+        error = _absence_error(folder, metadata, used, file, owner, names, group)
+        faults.lose(error, *(os.path.join(folder, metadata.files[number]) for number in group))
+
+
+def _absence_error(
+    folder: str,
+    metadata: DcpMetadata,
+    used: Sequence[int],
+    file: IntArray,
+    owner: IntArray,
+    names: Sequence[str],
+    missing: Sequence[int],
+) -> IncompleteError:
     name = metadata.files[missing[0]]
     lost = np.flatnonzero(np.bincount(owner[np.isin(file, missing)])).tolist()
     files = list_text((metadata.files[number] for number in missing), 3)
     tensors = list_text((quote(names[k])[1:-1] for k in lost), 3)
     rank = rank_of_file(name)
-    raise IncompleteError(
+    return IncompleteError(
         f"{files}, with pieces of {tensors}: not in {folder}",
         tensor=names[lost[0]],
         rank=rank,
@@ -244,7 +270,15 @@ class _FileReader:
         self._firsts = np.cumsum([0, *counts])
         self._seen: dict[bytes, RegularFile] = {}
 
-    def read(self, file: RegularFile, owner: IntArray, piece: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
+    def read(
+        self,
+        file: RegularFile,
+        owner: IntArray,
+        piece: IntArray,
+        start: IntArray,
+        nbytes: IntArray,
+        faults: Faults = RAISING,
+    ) -> IntArray:
         """Return kind, offset, bytes and checksum of each item; the items are in order of their starts."""
         if is_safetensors(file, int(start[0])):
             return self._safetensors(file, owner, piece, start)
@@ -253,12 +287,24 @@ class _FileReader:
             one, other = (self._names[int(owner[k])] for k in (overlap[0], overlap[0] + 1))
             raise _corrupt(other, f"and {quote(one)[1:-1]} share bytes of {file.origin.path}", file.origin.path)
         names = [self._names[k] for k in owner.tolist()]
-        rows = self.items.read(file, start.tolist(), nbytes.tolist(), names)
+        try:
+            rows = self.items.read(file, start.tolist(), nbytes.tolist(), names)
+        except XrankError as error:
+            faults.add(error)
+            return self._read_each(file, start, nbytes, names)
         if (rows[:, 3] != NO_CHECKSUM).all():
-            self._check_copy(file, owner, rows)
+            self._check_copy(file, owner, rows, faults)
         return rows
 
-    def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray) -> None:
+    def _read_each(self, file: RegularFile, start: IntArray, nbytes: IntArray, names: Sequence[str]) -> IntArray:
+        """Return the items of a damaged file; the lost ones are `LOST`."""
+        rows = np.full((len(names), 4), (-1, 0, 0, LOST), dtype=np.int64)
+        for k, name in enumerate(names):
+            with suppress(XrankError):
+                rows[k] = self.items.read(file, [int(start[k])], [int(nbytes[k])], [name])[0]
+        return rows
+
+    def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray, faults: Faults) -> None:
         """Refuse a file with exactly the pieces of another one, unless they repeat one value.
 
         An item does not record its rank, so this check alone detects a copy of another rank's file of the same size.
@@ -269,13 +315,14 @@ class _FileReader:
         other = self._seen.setdefault(digest, file)
         if other is file or all(self._is_uniform(file, *row[:3]) for row in rows[:16].tolist()):
             return
-        raise file.origin.contradiction(
+        error = file.origin.contradiction(
             f"holds the same bytes as {os.path.basename(other.origin.path)}: one is a copy of the other",
             f"equal checksums of all {len(rows)} pieces",
             "different pieces in each file",
             "copy both files again from where they were written",
             tensor=self._names[int(owner[0])],
         )
+        faults.lose(error, file.origin.path, other.origin.path)  # which of the two is the copy is unknown
 
     def _is_uniform(self, file: RegularFile, kind: int, offset: int, nbytes: int) -> bool:
         width = dtypes.dtype(self.items.kinds[kind].dtype).nbytes
@@ -302,7 +349,13 @@ class _FileReader:
 
 
 def _check_kinds(
-    name: str, tensor: DcpTensor, dtype: str, rows: IntArray, kinds: Sequence[ItemKind], metadata: DcpMetadata
+    name: str,
+    tensor: DcpTensor,
+    dtype: str,
+    rows: IntArray,
+    kinds: Sequence[ItemKind],
+    metadata: DcpMetadata,
+    faults: Faults,
 ) -> None:
     """Check that pieces lie within their tensor and match the metadata."""
     shape = np.array(tensor.shape, dtype=np.int64)
@@ -311,26 +364,33 @@ def _check_kinds(
         got = f"{tensor.sizes[out[0]].tolist()} from {tensor.offsets[out[0]].tolist()} on"
         want = f"within {list(tensor.shape)}"
         raise _corrupt(name, "has a piece that reaches beyond it", metadata.path, got=got, want=want)
-    for number in sorted(set(rows.tolist())):
+    for number in sorted({*rows.tolist()} - {-1}):
         kind, odd = kinds[number], rows == number
         if kind.dtype == dtype and len(kind.shape) == len(shape):
             odd &= (tensor.sizes != np.array(kind.shape, dtype=np.int64)).any(axis=1)
         if not odd.any():
             continue
-        row = int(np.flatnonzero(odd)[0])
-        file = metadata.files[int(tensor.file[row])]
-        path = os.path.join(os.path.dirname(metadata.path), file)
-        raise Subject(name, rank_of_file(file), path).contradiction(
-            f"{file} contains another piece than .metadata records",
-            f"{kind.dtype} {list(kind.shape)}",
-            f"{dtype} {tensor.sizes[row].tolist()}",
-            f"copy {file} again from where it was written",
-        )
+        for row in np.flatnonzero(odd).tolist():
+            file = metadata.files[int(tensor.file[row])]
+            path = os.path.join(os.path.dirname(metadata.path), file)
+            error = Subject(name, rank_of_file(file), path).contradiction(
+                f"{file} contains another piece than .metadata records",
+                f"{kind.dtype} {list(kind.shape)}",
+                f"{dtype} {tensor.sizes[row].tolist()}",
+                f"copy {file} again from where it was written",
+            )
+            if path not in faults.files:
+                faults.lose(error, path)
 
 
 def _nests(tensor: DcpTensor, rows: IntArray, kinds: Sequence[ItemKind]) -> NestTable:
     """Return a nest for each piece, from its record to the row-major tensor."""
     steps = [prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape))]
+    if (rows == -1).any():  # lost pieces, whose shapes the metadata have
+        kinds, sizes = [*kinds], tensor.sizes.tolist()
+        for row in np.flatnonzero(rows == -1).tolist():
+            kinds.append(ItemKind("", tuple(sizes[row]), row_major(tuple(sizes[row])), 0))
+            rows[row] = len(kinds) - 1
     # Once per kind of item: a million pieces have a few kinds.
     loops = {}
     for number in set(rows.tolist()):
@@ -370,7 +430,7 @@ class DcpReader:
             is_beside = places.is_folder(os.path.join(os.path.dirname(places.absolute(path)), name))
             hint = f"; the model's is {os.path.join(path, os.pardir, name)}" if is_beside else ""
             return f"an optimizer's state, as accelerate names its folder{hint}"
-        if read_backend(path) == "torch_dist":
+        if read_backend(path) == "torch_dist" or {"common.pt", _METADATA}.issubset(entries):
             return "a Megatron checkpoint (torch_dist)"
         return None
 
@@ -397,7 +457,7 @@ class DcpReader:
                     "load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
                     tensor=name,
                 )
-        pieces = locate(path, metadata, tensors)
+        pieces = locate(path, metadata, tensors, hints.faults)
         left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         unused, idle = find_other_files(path, metadata)

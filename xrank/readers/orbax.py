@@ -9,7 +9,7 @@ import os
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import BytesIO
 from math import prod
@@ -557,11 +557,11 @@ class _Records(Records):
         self._encoded.append(encoded)
         return self._add(number, value.offset, nbytes, NO_CHECKSUM)
 
-    def table(self) -> RecordTable:
+    def table(self, lost: Collection[str] = ()) -> RecordTable:
         """Return all records."""
         encoded = np.array(self._encoded, dtype=np.int64)
         encoded_nbytes = encoded if (encoded != PLAIN).any() else None
-        return replace(super().table(), encoded_nbytes=encoded_nbytes, inline=self._inline)
+        return replace(super().table(lost), encoded_nbytes=encoded_nbytes, inline=self._inline)
 
 
 def _decode(one: ChosenArray, data: bytes, path: str) -> bytes:

@@ -7,13 +7,14 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import astuple, replace
 
-from xrank.errors import AGAIN, ContradictionError, CorruptError, LayoutError, either, option
+from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, LayoutError, either, option
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_map import (
     Companion,
@@ -450,8 +451,39 @@ def note_zero_tails(model: StoredModel) -> Iterator[tuple[str, str]]:
             yield "zero-blocks", f"{lost}: {_CAUSE}"
 
 
-def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
-    """Return a tensor's pieces. If it has several meshes, they hold replicas of each other."""
+def _add_lost(
+    name: str, claimed: Sequence[Claimed], shape: tuple[int, ...], lost: Mapping[int, tuple[str, int]]
+) -> Sequence[Claimed]:
+    """Return the parts of a tensor of that global shape with those that lost ranks of its meshes held."""
+    held, found = {h.rank for h, _ in claimed}, [*claimed]
+    for h, claim in {claim.mesh: (h, claim) for h, claim in claimed}.values():
+        for rank in (rank for rank in claim.mesh.ranks if rank in lost and rank not in held):
+            if find_local_name(claim, name, rank) is None:
+                continue
+            file, record = lost[rank]
+            part = local_part(claim.layout, claim.mesh, claim.mesh.coordinate(rank), shape, sizes=dict(claim.sizes))
+            if part is not None:
+                own = HeldTensor(rank, file, record, h.dtype, part.shape, row_major(part.shape), 0)
+                found.append((own, claim))
+    return sorted(found, key=_rank_of)
+
+
+def place_claimed(
+    name: str,
+    claimed: Sequence[Claimed],
+    shape: tuple[int, ...] | None,
+    lost: Mapping[int, tuple[str, int]] = MappingProxyType({}),
+) -> StoredShard:
+    """Return a tensor's pieces. If it has several meshes, they hold replicas of each other.
+
+    `lost` are ranks whose files are lost, as in `Faults.ranks`.
+    """
+    if lost:
+        shape = _infer_shape(name, claimed) if shape is None else shape
+        try:
+            claimed = _add_lost(name, claimed, shape, lost)
+        except LayoutError as error:
+            raise prefix_error(error, name, claimed[0][0]) from None
     held, first = [h for h, _ in claimed], claimed[0][1]
     # Ranks that declare one layout on one mesh, and one name, share the work.
     own_claim = (None, first.layout, first.mesh, first.sizes)
@@ -704,7 +736,13 @@ def _place_all(held: _Held, hints: Hints, world_size: int, *, waits: bool) -> Pl
             layouts.add(name, own)
         try:
             placed[name], assumption = _place(name, sorted(own, key=_rank_of), hints, world_size, shapes)
-        except LayoutError as error:
+        except (LayoutError, ContradictionError, IncompleteError, CorruptError) as error:
+            if not hints.faults.raises:
+                hints.faults.add(error)
+                left_out.append(name)
+                return
+            if not isinstance(error, LayoutError):
+                raise
             if hints.is_left_out is not None and hints.is_left_out(name):
                 left_out.append(name)
             else:
@@ -770,7 +808,7 @@ def _place_all(held: _Held, hints: Hints, world_size: int, *, waits: bool) -> Pl
     return Placement(shards, ordered, num_pads, tuple(absent), layouts.in_order(parts))
 
 
-def _rank_of(part: tuple[HeldTensor, Claim | None]) -> int:
+def _rank_of(part: tuple[HeldTensor, object]) -> int:
     return part[0].rank
 
 
@@ -841,7 +879,7 @@ def _place(
             return place_members(name, claimed, hints), None
         # A recorded shape does not need the base model, which is compared with it afterwards.
         known = first.global_shape if claim.is_recorded else hints.shapes.get(name) or first.global_shape
-        return [place_claimed(name, claimed, known)], None
+        return [place_claimed(name, claimed, known, hints.faults.ranks)], None
     if world_size == 1:
         return [pieces_of(name, held, held[0].shape, [whole(held[0].shape)])], None
     # The base model's shape of the tensor, or of the one that it is tied to.

@@ -17,7 +17,8 @@ from msgspec import Struct
 from xrank.dtypes import dtype
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UnsafeError, XrankError, option
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
-from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
+from xrank.layout.stored_model import LOST, NO_CHECKSUM, RecordTable, SourceFile, StoredModel
+from xrank.readers.base import RAISING, Faults
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import plural
@@ -121,8 +122,9 @@ _ONES = {"F32": b"\0\0\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\0\x3c"}
 class CopiedValues:
     """Detects copied files: ranks hold different weights, so the checksums of two files cannot all be equal."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Faults = RAISING) -> None:
         self._seen: dict[tuple[tuple[int, int], ...], Origin] = {}
+        self._faults = faults
 
     def add(self, archive: TorchArchive, tensors: Iterable[ArchivedTensor], num_elements: int, origin: Origin) -> None:
         """Add the tensors that only this rank should hold, with `num_elements` elements besides padding."""
@@ -137,7 +139,8 @@ class CopiedValues:
         other = self._seen.setdefault(found, origin)
         if other is not origin:
             got = f"the checksums of all {len(found)} tensors as in {other.path}"
-            raise copied_error(origin, other, got, "different weights")
+            # Which of the two is the copy is unknown.
+            self._faults.lose(copied_error(origin, other, got, "different weights"), origin.path, other.path)
 
 
 def is_telling(archive: TorchArchive, tensor: ArchivedTensor) -> bool:
@@ -338,6 +341,11 @@ class Records:
 
         return index
 
+    def add_lost(self, path: str) -> int:
+        """Add a file that is lost, with one record for all of its pieces; return the record's index."""
+        self.files.append(SourceFile.lost(path))
+        return self._add(len(self.files) - 1, 0, 0, LOST)
+
     def _add(self, file: int, offset: int, nbytes: int, crc32: int) -> int:
         self._file.append(file)
         self._offset.append(offset)
@@ -362,11 +370,19 @@ class Records:
         """Return notes on files without checksums, and on code that their pickles would run elsewhere."""
         return note_foreign_names(self._foreign) + note_bare_files(self.bare)
 
-    def table(self) -> RecordTable:
-        """Return all records."""
+    def table(self, lost: Collection[str] = ()) -> RecordTable:
+        """Return all records; those in the files at paths `lost` are lost."""
         columns = (self._file, self._offset, self._nbytes, self._crc32)
         file, offset, nbytes, crc32 = (np.array(column, dtype=np.int64) for column in columns)
+        numbers = [number for number, one in enumerate(self.files) if one.path in lost] if lost else []
+        crc32[np.isin(file, numbers)] = LOST
         return RecordTable(file, offset, nbytes, crc32)
+
+
+def index_lost(path: str, records: Records) -> Callable[[str], int]:
+    """Add a lost file; return the function that gives the index of its one record, whatever the key."""
+    record = records.add_lost(path)
+    return lambda key: record
 
 
 def note_bare_files(paths: Sequence[str]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecords
 from xrank.layout import DeviceMesh
 from xrank.layout.stored_model import StoredModel
-from xrank.readers.base import Hints
+from xrank.readers.base import RAISING, Faults, Hints
 from xrank.readers.placement import HeldTensor, place_all, shared_mesh
 from xrank.readers.records import Records
 from xrank.storage import places
@@ -55,8 +55,8 @@ def run_text(state: SavedState) -> str:
     return f"run {record.run_id or 'without id'}{attempt}{step}, {record.world_size} ranks"
 
 
-def check_run(path: str, states: Sequence[SavedState]) -> None:
-    """Check that the states are those of one run, complete and without others."""
+def check_run(path: str, states: Sequence[SavedState], faults: Faults = RAISING) -> tuple[Sequence[SavedState], int]:
+    """Return the states of one run, complete and without others, and its number of ranks."""
     runs: dict[tuple[str | None, str | None, int | None, int] | None, list[SavedState]] = {}
     for state in states:
         runs.setdefault(state.run, []).append(state)
@@ -75,19 +75,21 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
         )
     record = ours[0].record
     # Without a record the highest state determines the size; a missing last rank stays unnoticed (see the note).
-    world_size = record.world_size if record is not None else states[-1].rank + 1
+    world_size = record.world_size if record is not None else max([states[-1].rank, *faults.ranks]) + 1
     beyond = [state for state in states if state.rank >= world_size]
-    if beyond:
-        stale = beyond[0]
+    for stale in beyond:
         next_step = f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}"
         problem = f"belongs to rank {stale.rank}, but the run has {world_size} ranks"
         got = f"{_ranks(beyond)}: {run_text(stale)}"
-        raise Origin(stale.archive.path, stale.rank).contradiction(problem, got, run_text(ours[0]), next_step)
+        faults.lose(Origin(stale.archive.path, stale.rank).contradiction(problem, got, run_text(ours[0]), next_step))
     foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
     edges = pairwise([-1, *(state.rank for state in ours), world_size])
     missing = [(before + 1, after - 1) for before, after in edges if after - before > 1]
     if not missing:
-        return
+        return ours, world_size
+    if not faults.raises:
+        _lose_ranks(path, [s for s in states if s not in ours and s.rank < world_size], ours, missing, faults)
+        return ours, world_size
     # Formatted from the gaps alone, because a damaged record may claim any number of ranks.
     text = runs_text(missing)
     names = f"rank {text}" if text.isdecimal() else f"ranks {text}"
@@ -99,6 +101,31 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
         want=f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0",
         next_step=f"let {names} write again, then {AGAIN}; nothing was written",
     )
+
+
+def _lose_ranks(
+    path: str,
+    foreign: Sequence[SavedState],
+    ours: Sequence[SavedState],
+    missing: Sequence[tuple[int, int]],
+    faults: Faults,
+) -> None:
+    """Lose the states of other runs, and those that are missing unless another fault explains it."""
+    for state in foreign:
+        origin, want = Origin(state.archive.path, state.rank), run_text(ours[0])
+        step = f"copy the state of rank {state.rank} again, or let the rank write it again"
+        faults.lose(origin.contradiction("is of another run or step", run_text(state), want, step), origin.path)
+    known = set(faults.files)
+    for first, last in missing:
+        for rank in range(first, min(last, first + _MAX_LOST) + 1):
+            file = os.path.join(path, state_file_name(rank))
+            if file not in known:
+                step = f"let rank {rank} write again, or copy the file from where it was written"
+                faults.lose(Origin(file, rank).incomplete("is missing", None, "the rank's state", step), file)
+
+
+_MAX_LOST = 1 << 16
+"""Missing ranks that are listed one by one; a damaged record may name any number."""
 
 
 def _ranks(states: Sequence[SavedState]) -> str:
@@ -132,10 +159,23 @@ class WorkspaceReader:
         if not is_url(path):
             check_one_owner(path, map(state_file_name, found))
         families = new_families()
-        states = [read_rank_state(path, rank, families=families) for rank in found]
-        check_run(path, states)
+        states, faults = list[SavedState](), hints.faults
+        for rank in found:
+            file = os.path.join(path, state_file_name(rank))
+            with faults.losing(file):
+                states.append(read_rank_state(path, rank, families=families))
+            if file in faults.files:
+                faults.ranks[rank] = file, -1  # its record is added below
+        if not states:
+            raise faults.errors[0]
+        ours, world_size = check_run(path, states, faults)
+        states = [state for state in ours if state.rank < world_size]
         records = Records()
-        placement = place_all(partial(_list_parts, _group_states(states, records)), hints, world_size=len(states))
+        present = {state.rank for state in states}
+        for rank in range(world_size):
+            if rank not in present and (file := os.path.join(path, state_file_name(rank))) in faults.files:
+                faults.ranks[rank] = file, records.add_lost(file)
+        placement = place_all(partial(_list_parts, _group_states(states, records)), hints, world_size=world_size)
         first = states[0].record
         notes = placement.notes
         if placement.num_pads:
@@ -151,13 +191,13 @@ class WorkspaceReader:
             format="workspace",
             path=path,
             files=tuple(records.files),
-            records=records.table(),
+            records=records.table(faults.files),
             shards=placement.shards,
             absent=placement.absent,
-            world_size=len(states),
+            world_size=world_size,
             step=None if first is None else first.step,
             run_id=None if first is None else first.run_id,
-            config=_common_config(states) if hints.needs_config else None,
+            config=_common_config(states, faults) if hints.needs_config else None,
             nbytes=records.nbytes,
             notes=tuple(notes),
             layouts=placement.layouts,
@@ -212,7 +252,7 @@ def _list_parts(groups: Sequence[_Alike]) -> Iterator[tuple[str, list[HeldTensor
         yield name, sorted(parts, key=lambda part: part.rank)
 
 
-def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
+def _common_config(states: Sequence[SavedState], faults: Faults) -> Mapping[str, Any] | None:
     """Return the config on which all ranks agree, or None if they have none."""
     first = states[0]
     for state in states[1:]:
@@ -221,12 +261,14 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
             path, theirs, ours = difference
             # As Python writes it: keys may be empty, or contain dots and blanks.
             place = "config" + "".join(f"[{repr_text(key)}]" for key in path)
-            raise Origin(state.archive.path, state.rank).contradiction(
+            error = Origin(state.archive.path, state.rank).contradiction(
                 f"ranks {first.rank} and {state.rank} disagree about {place}",
                 f"{ours} on rank {state.rank}",
                 f"{theirs}, as on rank {first.rank}",
                 f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
             )
+            faults.add(error)
+            return None
     try:
         json.dumps(first.config, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from xrank.errors import UsageError
 from xrank.formats.pickles import InertRecord, PickleFamilies, fill_blanks, inert_error, is_extra_state
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
+from xrank.readers.base import Faults, outvote
 from xrank.readers.names import LIGHTNING_VERSION
 from xrank.readers.records import ONE_SAVE, is_telling, outside_error
 from xrank.storage import places
@@ -268,6 +269,28 @@ class Agreement:
                 )
 
 
+_File = TypeVar("_File", "ModelState", "Partition")
+
+
+def drop_outvoted(
+    files: dict[int, _File], facts: Callable[[_File], Mapping[str, object]], faults: Faults
+) -> dict[int, _File]:
+    """Return the files that agree in their facts with most of the files; the others are lost."""
+    if faults.raises:
+        return files
+    lost = outvote({rank: facts(file) for rank, file in files.items()})
+    agreement = Agreement()
+    for rank, file in files.items():
+        if rank not in lost:
+            agreement.add(facts(file), file.origin)
+    for rank in lost:
+        origin = files[rank].origin
+        with faults.losing(origin.path):
+            agreement.add(facts(files[rank]), origin)
+            raise origin.contradiction("is not from the same save as other files, and no majority shows which is right")
+    return {rank: file for rank, file in files.items() if rank not in lost}
+
+
 def flatten_facts(value: object, archive: TorchArchive, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
     """Yield (path, value) of a tree's numbers and texts; single elements, such as steps, give their checksums."""
     if depth > 6:
@@ -386,6 +409,8 @@ class ModelState(Struct, frozen=True):
     """Number of experts of each layer with experts; their tensors lie in files of their own, and are not named here."""
     moments: frozenset[tuple[Shape, int]] = frozenset()
     """Shape and checksum of a moment of each parameter, without ZeRO; stages with a tied tensor have equal ones."""
+    is_lost: bool = False
+    """As of a `Partition`."""
 
 
 class Partition(Struct, frozen=True):
@@ -409,6 +434,8 @@ class Partition(Struct, frozen=True):
     """For each group: (start, elements) in this partition of every parameter with a part in it."""
     facts: Mapping[str, object]
     """Values that are equal in all files of one save."""
+    is_lost: bool = False
+    """Whether it stands for a lost file, whose content is as that of another rank's but for the weights."""
 
 
 def read_model_state(path: str, rank: int | None = None, families: PickleFamilies | None = None) -> ModelState:

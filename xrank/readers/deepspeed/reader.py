@@ -23,9 +23,9 @@ from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.layout.nest_table import int_array
-from xrank.layout.nests import Nest
+from xrank.layout.nests import Nest, row_major
 from xrank.layout.stored_model import StoredModel, StoredShard
-from xrank.readers.base import Hints
+from xrank.readers.base import RAISING, Faults, Hints
 from xrank.readers.deepspeed.files import (
     DEALS,
     EXPERT_NAME,
@@ -48,7 +48,6 @@ from xrank.readers.deepspeed.tensors import (
     Modules,
     Partitions,
     check_copies,
-    check_ranks,
     groups_of_slices,
     locate_group,
     locate_trained,
@@ -544,7 +543,7 @@ def check_same_step(
 
 
 def assemble(
-    modules: Modules, trained: Mapping[str, StoredShard]
+    modules: Modules, trained: Mapping[str, StoredShard], faults: Faults = RAISING
 ) -> tuple[tuple[StoredShard, ...], Mapping[str, str], tuple[str, ...]]:
     """Return all tensors of the model in the order of its state dict, the ties among them, and names without tensors.
 
@@ -562,7 +561,7 @@ def assemble(
     absent = tuple(alias for alias, owner in state.shared.items() if owner not in known and alias not in found)
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found and name not in absent:
-            raise state.origin.contradiction(
+            error = state.origin.contradiction(
                 f"names {name}, but the checkpoint contains no weights of it",
                 "an empty tensor" if name in state.module else "nothing",
                 "trained weights in a partition, a frozen piece, or a tie to another parameter",
@@ -570,6 +569,8 @@ def assemble(
                 "parameter frozen or given to the optimizer: stage 3 saves no others",
                 tensor=name,
             )
+            faults.add(error)
+            absent = (*absent, name)
     # The state dict determines the order; tensors that it lacks follow.
     order = dict.fromkeys((*modules.names, *found))
     return tuple(found[name] for name in order if name in found), aliases, absent
@@ -588,8 +589,8 @@ class DeepSpeedReader:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         files = list_files(resolve_folder(path))
         records = Records()
-        content = _read_content(files, records)
-        shards, aliases, absent = assemble(content.modules, content.trained)
+        content = _read_content(files, records, hints.faults)
+        shards, aliases, absent = assemble(content.modules, content.trained, hints.faults)
         facts, partitions = content.modules.state.facts, content.partitions
         step, world_size = (facts.get(key) for key in ("global_steps", "dp_world_size"))
         num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
@@ -599,7 +600,7 @@ class DeepSpeedReader:
             format=self.name,
             path=path,
             files=tuple(records.files),
-            records=records.table(),
+            records=records.table(hints.faults.files),
             shards=shards,
             aliases=aliases,
             world_size=None if num_ranks is None else num_ranks * content.num_stages,
@@ -614,7 +615,7 @@ class DeepSpeedReader:
         )
 
 
-def _read_content(files: CheckpointFiles, records: Records) -> Content:
+def _read_content(files: CheckpointFiles, records: Records, faults: Faults) -> Content:
     agreement = Agreement()
     if files.is_universal:
         if files.partitions:
@@ -626,18 +627,24 @@ def _read_content(files: CheckpointFiles, records: Records) -> Content:
             # The last ranks' files may be lost, so the size that any file records goes before the highest name.
             recorded = read_model_state(files.rank_models[min(files.rank_models)]).facts.get("dp_world_size")
             num_ranks = recorded if type(recorded) is int and recorded > 0 else max(files.rank_models) + 1
-        modules = _modules(files, num_ranks, bool(num_ranks), records, agreement)
+        modules = _modules(files, num_ranks, bool(num_ranks), records, agreement, faults)
         _check_dealing(files, modules)
         is_sliced = len(files.models) > 1
         shapes = _shapes_of(files, modules)
-        trained = {
-            name: _locate_universal(files.folder, name, shape, records, is_sliced=is_sliced)
-            for name, shape in shapes.items()
-        }
+        trained: dict[str, StoredShard] = {}
+        for name, shape in shapes.items():
+            path = os.path.join(files.folder, "zero", name, "fp32.pt")
+            with faults.losing(path):
+                trained[name] = _locate_universal(files.folder, name, shape, records, is_sliced=is_sliced)
+            if path in faults.files:
+                lost = HeldTensor(0, path, records.add_lost(path), "F32", shape, row_major(shape), 0)
+                trained[name] = pieces_of(name, [lost], shape, [whole(shape)])
         _check_world(files, modules, None)
         return Content(modules, trained, None)
     # Also where the files of a pipeline's layers, or those of experts, are missing.
-    peeked = read_model_state(files.models[min(files.models)]) if files.models else None
+    peeked = None
+    with faults.losing(*files.models.values()):
+        peeked = read_model_state(files.models[min(files.models)]) if files.models else None
     if files.layers or (peeked is not None and peeked.is_stage):
         pipeline = read_pipeline(files, records, agreement)
         _check_dp_size(pipeline.modules.state, pipeline.partitions)
@@ -648,15 +655,15 @@ def _read_content(files: CheckpointFiles, records: Records) -> Content:
         return _read_with_experts(files, records, agreement)
     if files.partitions:
         # First, because they show how many model states there should be, and whether these are cut.
-        partitions = read_partitions(files.folder, files.partitions, records, agreement)
-        modules = _modules(files, len(partitions.all), partitions.all[0].is_interleaved, records, agreement)
+        partitions = read_partitions(files.folder, files.partitions, records, agreement, faults=faults)
+        modules = _modules(files, len(partitions.all), partitions.all[0].is_interleaved, records, agreement, faults)
         _check_world(files, modules, partitions)
         groups = modules.state.groups
         if groups is None:  # BF16_Optimizer without ZeRO: engine.py: _common_checkpoint_state
             shapes = {name: tensor.shape for name, tensor in modules.state.module.items()}
             groups = groups_of_slices(partitions, shapes)
         return Content(modules, locate_trained(partitions, groups), partitions)
-    modules = _modules(files, 0, bool(files.rank_models), records, agreement)
+    modules = _modules(files, 0, bool(files.rank_models), records, agreement, faults)
     if modules.state.groups is not None:
         raise _partition_error(files, "model states alone")
     _check_world(files, modules, None)
@@ -701,7 +708,14 @@ def _check_dp_size(state: ModelState, partitions: Partitions | None) -> None:
         )
 
 
-def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Records, agreement: Agreement) -> Modules:
+def _modules(
+    files: CheckpointFiles,
+    num_ranks: int,
+    is_cut: bool,
+    records: Records,
+    agreement: Agreement,
+    faults: Faults = RAISING,
+) -> Modules:
     """Return the model states: one file per rank in stage 3, one file in other stages."""
     if files.models and files.rank_models:
         problem = f"belongs to stage 3, and {next(iter(files.models.values()))} to another stage"
@@ -710,8 +724,7 @@ def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Reco
     if is_cut:
         if not num_ranks:
             raise _partition_error(files, "stage 3's model states, whose tensors are empty")
-        check_ranks(files.folder, files.rank_models, num_ranks, "model_states")
-        return read_rank_modules([files.rank_models[rank] for rank in range(num_ranks)], records, agreement)
+        return read_rank_modules(files.folder, files.rank_models, num_ranks, records, agreement, faults)
     if 0 not in files.models:
         path = os.path.join(files.folder, "mp_rank_00_model_states.pt")
         want = "the model states, which name the weights"

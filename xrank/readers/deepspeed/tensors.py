@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
@@ -16,17 +17,19 @@ from xrank.formats.pickles import new_families
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.stored_model import StoredShard
+from xrank.readers.base import RAISING, Faults
 from xrank.readers.deepspeed.files import (
     Agreement,
     ModelState,
     Partition,
     Shape,
     Shapes,
+    drop_outvoted,
     read_model_state,
     read_partition,
 )
 from xrank.readers.placement import HeldTensor, pieces_of, whole
-from xrank.readers.records import CopiedValues, Records, absent_rank_error
+from xrank.readers.records import CopiedValues, Records, absent_rank_error, index_lost
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import ranks_text
@@ -104,19 +107,21 @@ def locate_interleaved(
     return _shard(name, dtype, shape, parts)
 
 
-def partition_numel(total: int, lengths: Sequence[int]) -> int | None:
+def partition_numel(total: int, lengths: Sequence[int | None]) -> int | None:
     """Return the elements of a rank's partition of a group in stages 1 and 2; None if the lengths fit no rule.
 
     A group is padded to a multiple of twice the ranks (before version 0.3.16: of the ranks) and cut into equal
-    partitions. Newer versions leave the padding at its end out of the file; `BF16_Optimizer` still stores it.
+    partitions. Newer versions leave the padding at its end out of the file; `BF16_Optimizer` still stores it. The
+    length of a lost partition is None.
     """
     num_ranks = len(lengths)
     for factor in (2, 1):
         size = factor * -(-total // (factor * num_ranks))
         # Without stored padding the last ranks' partitions are shorter, down to empty.
         lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
-        if list(lengths) in (lean, [size] * num_ranks):
-            return size
+        for wanted in (lean, [size] * num_ranks):
+            if all(length in (None, want) for length, want in zip(lengths, wanted, strict=True)):
+                return size
     return None
 
 
@@ -193,7 +198,12 @@ def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mappi
 
 
 def check_slices(
-    partitions: Sequence[Partition], number: int, shapes: Shapes, places: Sequence[tuple[int, int]], size: int
+    partitions: Sequence[Partition],
+    number: int,
+    shapes: Shapes,
+    places: Sequence[tuple[int, int]],
+    size: int,
+    faults: Faults,
 ) -> None:
     """Check each partition's record of its parameters; it identifies the rank, unless one tensor fills several."""
     recorded = [
@@ -216,12 +226,13 @@ def check_slices(
         owner = next((partitions[other].origin.rank for other in ranks if expected[other] == found), None)
         whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
         origin = partitions[rank].origin
-        raise origin.contradiction(
+        error = origin.contradiction(
             f"holds {whose} of group {number}",
             ascii(found)[:200],
             ascii(expected[rank])[:200],
             f"copy rank {origin.rank}'s file again from where it was saved",
         )
+        faults.lose(error, origin.path)
 
 
 def _expect_slices(
@@ -246,12 +257,13 @@ class Partitions(Struct, frozen=True):
 
     all: tuple[Partition, ...]
     flats: FlatTensors
+    faults: Faults = RAISING
 
     def of(self, ranks: Sequence[int]) -> Partitions:
         """Return the partitions of some of the ranks, as those of a group of their own."""
         rows, flats = list(ranks), self.flats
         own = FlatTensors(flats.record[rows], flats.start[rows], flats.length[rows], flats.dtypes)
-        return Partitions(tuple(self.all[rank] for rank in ranks), own)
+        return Partitions(tuple(self.all[rank] for rank in ranks), own, self.faults)
 
 
 def groups_of_slices(partitions: Partitions, shapes: Mapping[str, Shape]) -> tuple[Shapes, ...]:
@@ -261,55 +273,85 @@ def groups_of_slices(partitions: Partitions, shapes: Mapping[str, Shape]) -> tup
 
 
 def read_partitions(
-    folder: str, paths: Mapping[int, str], records: Records, agreement: Agreement, *, num_ranks: int | None = None
+    folder: str,
+    paths: Mapping[int, str],
+    records: Records,
+    agreement: Agreement,
+    *,
+    num_ranks: int | None = None,
+    faults: Faults = RAISING,
 ) -> Partitions:
     """Return the partitions of all ranks of one data-parallel group.
 
     `num_ranks` is given if the model has experts, whose groups have fewer partitions than there are ranks.
     """
     # Every partition records the number of ranks, so a missing rank 0 can still be reported.
-    start = min(paths)
     families = new_families()
-    first = read_partition(paths[start], start, families)
+    read: dict[int, Partition] = {}
+    for rank in [min(paths)] if faults.raises else sorted(paths):
+        with faults.losing(paths[rank]):
+            read[rank] = read_partition(paths[rank], rank, families)
+    read = drop_outvoted(read, _shared_facts, faults)
+    if not read:
+        raise faults.errors[0]
+    first = read[min(read)]
     has_experts, num_ranks = num_ranks is not None, num_ranks or max(first.counts)
     # Before the others are read: the names of the files already show a missing rank.
-    check_ranks(folder, paths, num_ranks, "optim_states")
+    check_ranks(folder, paths, num_ranks, "optim_states", faults)
     if any(num_ranks % count if has_experts else count != num_ranks for count in first.counts):
         problem = "its groups have different numbers of partitions"
         raise first.origin.corrupt(problem, ascii(first.counts)[:200], str(num_ranks))
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
-        partition = first if rank == start else read_partition(paths[rank], rank, families)
+        path = paths.get(rank) or _path_of(folder, paths, rank, "optim_states")
+        if rank not in read and path not in faults.files:
+            read[rank] = read_partition(path, rank, families)
+        partition = read.get(rank)
+        if partition is None:
+            origin, index = Origin(path, rank), index_lost(path, records)
+            partitions.append(replace(first, origin=origin, slices=None, paddings=None, is_lost=True))
+            rows.add(rank, first.flats, index, origin)
+            continue
         if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
             got, want = f"{len(partition.flats)} groups", f"{len(first.flats)} groups, as in {first.origin.path}"
             raise partition.origin.contradiction("has other groups than rank 0", got, want)
         agreement.add(partition.facts, partition.origin)
         rows.add(rank, partition.flats, records.add_archive(partition.archive), partition.origin)
         partitions.append(partition)
-    return Partitions(tuple(partitions), rows.table())
+    return Partitions(tuple(partitions), rows.table(), faults)
 
 
-def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str) -> None:
+def _shared_facts(partition: Partition) -> dict[str, object]:
+    """Return what is equal in the partitions of one save."""
+    lengths = [flat.shape for flat in partition.flats] if partition.is_interleaved else len(partition.flats)
+    return {**partition.facts, "partition_count": partition.counts, "lengths of the weights": lengths}
+
+
+def _path_of(folder: str, found: Mapping[int, str], rank: int, kind: str) -> str:
+    """Return the path of a rank's file that is missing."""
+    # The names of other ranks' files differ in precision and model-parallel rank.
+    name = os.path.basename(next(iter(found.values()), f"zero_pp_rank_0_mp_rank_00_{kind}.pt"))
+    return os.path.join(folder, re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), name))
+
+
+def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str, faults: Faults = RAISING) -> None:
     """Check that exactly the ranks of the run wrote a file."""
-    beyond = [rank for rank in found if rank >= num_ranks]
-    if beyond:
-        raise Origin(found[beyond[0]], beyond[0]).contradiction(
-            f"belongs to rank {beyond[0]}, but the checkpoint has {num_ranks} partitions",
+    for rank in (rank for rank in found if rank >= num_ranks):
+        error = Origin(found[rank], rank).contradiction(
+            f"belongs to rank {rank}, but the checkpoint has {num_ranks} partitions",
             f"files of {ranks_text(found)}",
             f"ranks 0-{num_ranks - 1}",
             "move the files of a run with more ranks to another folder; runs with MiCS, whose partitions "
             "repeat, are not read",
         )
+        faults.lose(error, found[rank])
     missing = [rank for rank in range(num_ranks) if rank not in found]
-    if missing:
-        # The names of other ranks' files differ in precision and model-parallel rank.
-        name = os.path.basename(next(iter(found.values()), f"zero_pp_rank_0_mp_rank_00_{kind}.pt"))
-        file = os.path.join(folder, re.sub(r"(?<=zero_pp_rank_)\d+", str(missing[0]), name))
+    for group in [missing] if faults.raises and missing else [[rank] for rank in missing]:
+        file, who = _path_of(folder, found, group[0], kind), ranks_text(group)
         got = f"files of {ranks_text(found)}" if found else "none"
-        files = f"*_{kind}.pt of {ranks_text(missing)}"
-        step = f"copy {files} into the folder; nodes without a shared disk keep their own files"
-        raise absent_rank_error(folder, file, missing[0], num_ranks, who=ranks_text(missing), got=got, next_step=step)
+        step = f"copy *_{kind}.pt of {who} into the folder; nodes without a shared disk keep their own files"
+        faults.lose(absent_rank_error(folder, file, group[0], num_ranks, who=who, got=got, next_step=step), file)
 
 
 def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
@@ -328,13 +370,14 @@ def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str
 
 def check_copies(partitions: Partitions) -> None:
     """Check that no partition of stages 1 and 2 is a copy of another rank's."""
-    copies = CopiedValues()
+    copies = CopiedValues(partitions.faults)
     for rank, partition in enumerate(partitions.all):
-        copies.add(partition.archive, partition.flats, int(partitions.flats.length[rank].sum()), partition.origin)
+        if not partition.is_lost:
+            copies.add(partition.archive, partition.flats, int(partitions.flats.length[rank].sum()), partition.origin)
 
 
 def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
-    flats, num_ranks, copies = partitions.flats, len(partitions.all), CopiedValues()
+    flats, num_ranks, copies = partitions.flats, len(partitions.all), CopiedValues(partitions.faults)
     shapes = {name: shape for group in groups for name, shape in group.items()}
     numels = np.array([prod(shape) for shape in shapes.values()], dtype=np.int64)
     sizes = -(-numels // num_ranks)
@@ -350,7 +393,8 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
             raise _size_error(partition, got, f"{int(flats.length[0, group]):,}, as on rank 0")
         # Pieces end in padding, which may be equal on all ranks, so it does not count.
         count = int(np.clip(numels - rank * sizes, 0, sizes).sum())
-        copies.add(partition.archive, partition.flats, count, partition.origin)
+        if not partition.is_lost:
+            copies.add(partition.archive, partition.flats, count, partition.origin)
     if len(set(flats.dtypes)) > 1 or (shapes and not flats.dtypes):
         raise _size_error(partitions.all[0], "weights of " + " and ".join(sorted(set(flats.dtypes))), "one type")
     ends = np.concatenate(([0], np.cumsum(flats.length[0])))
@@ -377,7 +421,9 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
     spans = stretches(list(shapes.values()), paddings)
     total = max((end for _, end in spans), default=0) + (paddings[-1] if paddings else 0)
     lengths = partitions.flats.length[:, number].tolist()
-    size = partition_numel(total, lengths)
+    size = partition_numel(
+        total, [None if one.is_lost else length for one, length in zip(partitions.all, lengths, strict=True)]
+    )
     if size is None:
         num_ranks = len(lengths)
         wanted = 2 * -(-total // (2 * num_ranks))
@@ -392,7 +438,7 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
         if length + padding != size:
             got = f"{length:,} and {padding:,} of padding in group {number}"
             raise _size_error(partition, got, f"{size:,} together")
-    check_slices(partitions.all, number, shapes, spans, size)
+    check_slices(partitions.all, number, shapes, spans, size, partitions.faults)
     return {
         name: locate_successive(name, shape, partitions.flats, number, size, first_element)
         for (name, shape), (first_element, _) in zip(shapes.items(), spans, strict=True)
@@ -490,24 +536,48 @@ def _notes(state: ModelState) -> list[tuple[str, str]]:
     return notes
 
 
-def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -> Modules:
+def read_rank_modules(
+    folder: str,
+    found: Mapping[int, str],
+    num_ranks: int,
+    records: Records,
+    agreement: Agreement,
+    faults: Faults = RAISING,
+) -> Modules:
     """Return the tensors of all ranks' files in stage 3: a piece of each frozen parameter, and all buffers."""
-    first: ModelState | None = None
-    copies = CopiedValues()
+    families = new_families()
+    read: dict[int, ModelState] = {}
+    for rank in [] if faults.raises else sorted(found):
+        with faults.losing(found[rank]):
+            read[rank] = read_model_state(found[rank], rank, families)
+    read = drop_outvoted(read, _facts_alike, faults)
+    check_ranks(folder, found, num_ranks, "model_states", faults)
+    if not read and not faults.raises:
+        raise faults.errors[0]
+    paths = [found.get(rank) or _path_of(folder, found, rank, "model_states") for rank in range(num_ranks)]
+    first: ModelState | None = read[min(read)] if read else None
+    is_begun = False
+    copies = CopiedValues(faults)
     buffers: dict[str, list[HeldTensor]] = {}
     wholes: dict[str, list[HeldTensor]] = {}
     names: list[str] = []
     known: set[str] = set()
     rows = FlatRows(names, len(paths))
-    families = new_families()
     for rank, path in enumerate(paths):
-        state = read_model_state(path, rank, families)
+        if faults.raises:
+            state = read_model_state(path, rank, families)
+        elif rank in read:
+            state = read[rank]
+        else:
+            assert first is not None
+            state = replace(first, origin=Origin(path, rank), is_lost=True)
         agreement.add(state.facts, state.origin)
-        index = records.add_archive(state.archive)
+        index = index_lost(path, records) if state.is_lost else records.add_archive(state.archive)
         # The first rank shows which frozen parameters are cut; `_check_alike` holds the other ranks to it.
-        if first is None:
-            first = state
-            names = [name for name in state.frozen if not _is_whole(state, name, len(paths))]
+        first = first or state
+        if not is_begun:
+            is_begun = True
+            names = [name for name in first.frozen if not _is_whole(first, name, len(paths))]
             rows, known = FlatRows(names, len(paths)), set(names)
         _check_alike(first, state)
         for name in state.buffer_names:
@@ -521,7 +591,8 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
         # The last ranks' pieces of a small tensor are padding alone, equal on these ranks without being copies.
         real = [piece for name, piece in zip(names, pieces, strict=True) if _numel_of(state, name, rank, len(paths))]
         count = sum(_numel_of(state, name, rank, len(paths)) for name in names)
-        copies.add(state.archive, real, count, state.origin)
+        if not state.is_lost:
+            copies.add(state.archive, real, count, state.origin)
         rows.add(rank, pieces, index, state.origin)
     assert first is not None
     shards = {name: _shard_of(name, held) for name, held in {**wholes, **buffers}.items()}
@@ -561,6 +632,12 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
         problem = f"stores the frozen parameter {name} quantised"
         raise origin.usage(problem, fragment.dtype, placeholder.dtype, step)
     return fragment
+
+
+def _facts_alike(state: ModelState) -> dict[str, object]:
+    """Return what is equal in the model states of one save in stage 3."""
+    shapes = state.groups, state.frozen, state.buffer_names, list(state.module)
+    return {**state.facts, "shapes and names of parameters": shapes}
 
 
 def _check_alike(first: ModelState, state: ModelState) -> None:

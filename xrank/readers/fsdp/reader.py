@@ -20,7 +20,7 @@ from xrank.layout import DeviceMesh
 from xrank.layout.nests import Nest
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import box_nests
-from xrank.readers.base import Hints
+from xrank.readers.base import RAISING, Faults, Hints, outvote
 from xrank.readers.fsdp.rank_files import FsdpRankFile, RankFileReader
 from xrank.readers.placement import HeldTensor, Placement, pieces_of, place_all, replicate
 from xrank.readers.records import Records, Subject, absent_rank_error, find_step, nbytes_of, read_object
@@ -45,23 +45,26 @@ class RankFiles(Struct, frozen=True):
     skipped: tuple[str, ...] = ()
     """Paths of the trainer's own files: optimizer, schedules."""
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, faults: Faults = RAISING) -> None:
         """Check that exactly the ranks of a world wrote files."""
         beyond = [rank for rank in self.by_rank if rank >= world_size]
-        if beyond:
-            problem = f"belongs to rank {beyond[0]}, but the run has {world_size} ranks"
-            origin, want = Origin(self.by_rank[beyond[0]], beyond[0]), f"ranks 0 to {world_size - 1}"
-            raise origin.contradiction(problem, ranks_text(self.by_rank), want, _OTHER_RUN)
+        for rank in beyond:
+            problem = f"belongs to rank {rank}, but the run has {world_size} ranks"
+            origin, want = Origin(self.by_rank[rank], rank), f"ranks 0 to {world_size - 1}"
+            faults.lose(origin.contradiction(problem, ranks_text(self.by_rank), want, _OTHER_RUN), origin.path)
         # A name may claim any number of ranks, so count the present ranks, not the absent ones.
-        if len(self.by_rank) == world_size:
-            return
-        first = next(rank for rank in range(world_size) if rank not in self.by_rank)
-        other, path = next(iter(self.by_rank.items()))
-        name = re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{first}.", os.path.basename(path))
-        file, count = os.path.join(self.folder, name), world_size - len(self.by_rank)
+        count = world_size - len(self.by_rank) + len(beyond)
+        absent = (rank for rank in range(world_size) if rank not in self.by_rank)
         got = f"files of {ranks_text(self.by_rank)}"
-        who = f"rank {first}" if count == 1 else f"rank {first}, and {count - 1} more"
-        raise absent_rank_error(self.folder, file, first, world_size, who=who, got=got)
+        for rank in absent if count else ():
+            who = f"rank {rank}" if count == 1 or not faults.raises else f"rank {rank}, and {count - 1} more"
+            file = self.name_file(rank)
+            faults.lose(absent_rank_error(self.folder, file, rank, world_size, who=who, got=got), file)
+
+    def name_file(self, rank: int) -> str:
+        """Return the path of the file that a rank writes."""
+        other, path = next(iter(self.by_rank.items()))
+        return os.path.join(self.folder, re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{rank}.", os.path.basename(path)))
 
 
 _NAME = "_flat_param"
@@ -324,25 +327,31 @@ class _RanksReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        listed = self.list_files(path)
+        listed = self.list_files(path, hints.faults)
         files, reader = [], RankFileReader()
         for rank, file in listed.by_rank.items():
-            files.append(reader.read(file, rank))
-            archive, (stem, suffix) = files[-1].archive, os.path.splitext(os.path.basename(file))
-            saved_as = archive.name + suffix if isinstance(archive, TorchArchive) else stem + suffix
-            # A copy under another rank's name still has the name under which it was saved.
-            if saved_as != stem + suffix and self.pattern.fullmatch(saved_as):
-                raise ContradictionError(
-                    f"{Origin(file, rank).name} was saved under another name",
-                    rank=rank,
-                    file=file,
-                    got=saved_as,
-                    want=stem + suffix,
-                    next_step=f"copy the file of rank {rank} again, or let all ranks write again",
-                )
+            if file not in hints.faults.files:
+                with hints.faults.losing(file):
+                    files.append(self._read_file(reader, file, rank))
         return describe_rank_files(self.name, path, listed, files, hints)
 
-    def list_files(self, path: str) -> RankFiles:
+    def _read_file(self, reader: RankFileReader, path: str, rank: int) -> FsdpRankFile:
+        file = reader.read(path, rank)
+        archive, (stem, suffix) = file.archive, os.path.splitext(os.path.basename(path))
+        saved_as = archive.name + suffix if isinstance(archive, TorchArchive) else stem + suffix
+        # A copy under another rank's name still has the name under which it was saved.
+        if saved_as != stem + suffix and self.pattern.fullmatch(saved_as):
+            raise ContradictionError(
+                f"{Origin(path, rank).name} was saved under another name",
+                rank=rank,
+                file=path,
+                got=saved_as,
+                want=stem + suffix,
+                next_step=f"copy the file of rank {rank} again, or let all ranks write again",
+            )
+        return file
+
+    def list_files(self, path: str, faults: Faults) -> RankFiles:
         """Return the files of the one model in a folder."""
         raise NotImplementedError
 
@@ -366,7 +375,7 @@ class VerlReader(_RanksReader):
     pattern = re.compile(r"model_world_size_([1-9]\d{0,8})_rank_(0|[1-9]\d{0,8})\.pt")
     example = "model_world_size_<N>_rank_<r>.pt"
 
-    def list_files(self, path: str) -> RankFiles:
+    def list_files(self, path: str, faults: Faults) -> RankFiles:
         """Return the model's files; those of two runs are an error."""
         worlds = {int(number): by_rank for number, by_rank in self.group_files(path).items()}
         # Older verl records none.
@@ -383,7 +392,7 @@ class VerlReader(_RanksReader):
         others = sorted(filter(_VERL_OTHERS.fullmatch, places.list_names(path)))
         paths = tuple(os.path.join(path, entry) for entry in others)
         files = RankFiles(path, dict(sorted(by_rank.items())), world_size, paths)
-        files.check(world_size)
+        files.check(world_size, faults)
         return files
 
 
@@ -402,7 +411,7 @@ class AccelerateRanksReader(_RanksReader):
             return None if len(models) > 1 else "one rank's file; its folder is the checkpoint"
         return super().recognise(path)
 
-    def list_files(self, path: str) -> RankFiles:
+    def list_files(self, path: str, faults: Faults) -> RankFiles:
         """Return the files of the one model in a folder, or of the model to which a given file belongs."""
         folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
         models = self.group_files(folder)
@@ -416,7 +425,7 @@ class AccelerateRanksReader(_RanksReader):
             raise Origin(folder).usage(f"contains {len(models)} models", got, "one", step)
         ((_, by_rank),) = models.items()
         found = RankFiles(folder, dict(sorted(by_rank.items())))
-        found.check(max(by_rank) + 1)
+        found.check(max(by_rank) + 1, faults)
         return found
 
 
@@ -424,8 +433,17 @@ def describe_rank_files(
     format_name: str, path: str, listed: RankFiles, files: Sequence[FsdpRankFile], hints: Hints
 ) -> StoredModel:
     """Return where every tensor lies in the ranks' files."""
-    world_size = _world_size(files, listed)
+    faults = hints.faults
+    files = _drop_outvoted(files, faults)
+    if not files:
+        raise next(iter(faults.files.values()))
+    world_size = _world_size(files, listed, faults)
+    files = [file for file in files if file.archive.path not in faults.files]
     records = Records()
+    present = {file.rank for file in files}
+    for rank in range(world_size) if faults.files else ():
+        if rank not in present and (lost := listed.by_rank.get(rank) or listed.name_file(rank)) in faults.files:
+            faults.ranks[rank] = lost, records.add_lost(lost)
     indexes = {file.rank: _index_records(file, records) for file in files}
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
@@ -452,7 +470,7 @@ def describe_rank_files(
         format=format_name,
         path=path,
         files=tuple(records.files),
-        records=records.table(),
+        records=records.table(faults.files),
         shards=tuple(shards[tensor] for tensor in dict.fromkeys(ordered)),
         absent=placement.absent,
         world_size=world_size,
@@ -465,6 +483,27 @@ def describe_rank_files(
     )
 
 
+def _drop_outvoted(files: Sequence[FsdpRankFile], faults: Faults) -> Sequence[FsdpRankFile]:
+    """Return the files that agree about the kinds, types and global shapes of their tensors; the others are lost."""
+    if faults.raises or not files:
+        return files
+    kinds: dict[int, dict[str, object]] = {}
+    for file in files:
+        own = kinds[file.rank] = {
+            name: ("DTensor", part.local.dtype, part.shape) for name, part in file.dtensors.items()
+        }
+        own.update((name, ("ShardedTensor", part.dtype, part.shape)) for name, part in file.sharded.items())
+        own.update((name, ("plain tensor", tensor.dtype)) for name, tensor in file.plain.items())
+    lost = set(outvote(kinds))
+    for file in files:
+        if file.rank in lost:
+            other = next((one for one in files if one.rank not in lost), None)
+            problem = "holds other tensors than most ranks' files"
+            want = "the types and shapes of one model" + (f", as in {other.archive.path}" if other is not None else "")
+            faults.lose(file.origin.contradiction(problem, None, want), file.archive.path)
+    return [file for file in files if file.rank not in lost]
+
+
 def _index_records(file: FsdpRankFile, records: Records) -> Index:
     if not isinstance(file.archive, TorchArchive):
         return records.add_safetensors(file.archive)
@@ -474,7 +513,7 @@ def _index_records(file: FsdpRankFile, records: Records) -> Index:
     return lambda key: first + file.keys[key]
 
 
-def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
+def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles, faults: Faults) -> int:
     """Return the world size, after checking that all files agree on it and that all its ranks are present."""
     recorded = [(file, part.world_size) for file in files for part in file.sharded.values()]
     # A DTensor's mesh may be smaller than the run, so it gives only a lower bound.
@@ -483,9 +522,10 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
     expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
     for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):
         got = f"{size} ranks, by its tensors"
-        raise file.origin.contradiction("belongs to a run of another size", got, f"{expected} ranks")
+        error = file.origin.contradiction("belongs to a run of another size", got, f"{expected} ranks")
+        faults.lose(error, file.archive.path)
     world_size = max(expected, len(files))
-    listed.check(world_size)
+    listed.check(world_size, faults)
     return world_size
 
 

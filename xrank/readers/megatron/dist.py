@@ -19,7 +19,7 @@ from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.pickles import inert_error
 from xrank.formats.torch_archive import read_archive
 from xrank.layout.stored_model import RecordedHash, StoredModel
-from xrank.readers.base import Hints
+from xrank.readers.base import Faults, Hints
 from xrank.readers.dcp import DcpPieces, file_notes, find_other_files, locate, rank_of_file, read_backend
 from xrank.readers.megatron.layouts import DECODER, LAYER
 from xrank.readers.megatron.run import (
@@ -67,20 +67,29 @@ class MegatronDistReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         folder = resolve_folder(path, _holds)
-        _check_config(os.path.join(folder, _CONFIG))
-        archive, origin = read_archive(os.path.join(folder, _COMMON)), Origin(os.path.join(folder, _COMMON))
-        common = archive.value
-        if not isinstance(common, dict):
-            raise inert_error(common, origin)
-        args = plain_args(common.get("args"), origin)
-        step = check_iteration(folder, common.get("iteration"), origin.path)
-        sizes = None if args is None else parallel_sizes(args, origin)
+        faults, origin = hints.faults, Origin(os.path.join(folder, _COMMON))
+        step = args = sizes = None
+        foreign: list[tuple[str, str]] = []
+        with faults.losing(os.path.join(folder, _CONFIG)):
+            _check_config(os.path.join(folder, _CONFIG))
+        with faults.losing(origin.path):
+            archive = read_archive(origin.path)
+            if not isinstance(archive.value, dict):
+                raise inert_error(archive.value, origin)
+            foreign = note_foreign_names({origin.path: archive.foreign})
+            step = check_iteration(folder, archive.value.get("iteration"), origin.path)
+            args = plain_args(archive.value.get("args"), origin)
+            sizes = None if args is None else parallel_sizes(args, origin)
         metadata = read_metadata(os.path.join(folder, _METADATA))
         tensors = _model_tensors(metadata)
-        _check_layers(tensors, args, metadata.path)
-        pieces = locate(folder, metadata, tensors)
+        with faults.losing():
+            _check_layers(tensors, args, metadata.path)
+        pieces = locate(folder, metadata, tensors, faults)
         read = [os.path.relpath(file.path, folder) for file in pieces.files]
-        hashes, hash_notes = _read_hashes(folder, [_CONFIG, _COMMON, _METADATA, *read])
+        hashes: tuple[RecordedHash, ...] = ()
+        hash_notes: list[tuple[str, str]] = []
+        with faults.losing(os.path.join(folder, _INTEGRITY)):
+            hashes, hash_notes = _read_hashes(folder, [_CONFIG, _COMMON, _METADATA, *read], faults)
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         ranks = sorted({rank for name in metadata.files if (rank := rank_of_file(name)) is not None})
         world = sizes.world if sizes is not None and sizes.world else ranks[-1] + 1 if ranks else None
@@ -96,7 +105,7 @@ class MegatronDistReader:
             args=args,
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=(*note_foreign_names({origin.path: archive.foreign}), *notes, *hash_notes),
+            notes=(*foreign, *notes, *hash_notes),
             hashes=hashes,
             details=_details(folder, metadata, tensors, args, sizes),
         )
@@ -127,7 +136,9 @@ def _check_config(path: str) -> None:
         raise origin.usage(problem, quote(str(found)), want, f"save with --ckpt-format {_BACKEND}")
 
 
-def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, ...], list[tuple[str, str]]]:
+def _read_hashes(
+    folder: str, read: Sequence[str], faults: Faults
+) -> tuple[tuple[RecordedHash, ...], list[tuple[str, str]]]:
     """Return the hashes that ``integrity.json`` records, if it is there, and notes on files that it does not list."""
     path = os.path.join(folder, _INTEGRITY)
     if not places.is_present(path):
@@ -150,13 +161,15 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
         if digest is None:
             raise origin.corrupt(f"has no SHA-256 of {quote(name)}", want="64 hexadecimal digits")
     missing = sorted(name for name in digests if not places.is_present(os.path.join(folder, name)))
-    if missing:
-        raise Origin(os.path.join(folder, missing[0])).incomplete(
+    for name in missing:
+        absence = Origin(os.path.join(folder, name)).incomplete(
             f"is missing, and {_INTEGRITY} lists it",
             f"{len(missing)} missing: {list_text(missing)}",
             f"the {plural(len(digests), 'file')} that {_INTEGRITY} lists",
             f"copy the checkpoint whole from where it was written, then {AGAIN}",
         )
+        if os.path.join(folder, name) not in faults.files:
+            faults.lose(absence, os.path.join(folder, name))
     unlisted = sorted(name for name in places.list_names(folder) if name not in digests and name != _INTEGRITY)
     surplus = next((name for name in read if name not in digests), None)
     if surplus is not None:
@@ -173,7 +186,7 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
     hashes = [
         RecordedHash(os.path.join(folder, name), algorithm, bytes.fromhex(digest[0]), path)
         for name, digest in digests.items()
-        if digest is not None
+        if digest is not None and os.path.join(folder, name) not in faults.files
     ]
     return tuple(hashes), notes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archi
 from xrank.layout import TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.stored_model import StoredModel, StoredShard
-from xrank.readers.base import Hints
+from xrank.readers.base import RAISING, Faults, Hints, outvote
 from xrank.readers.megatron.layouts import (
     LAYER,
     count_experts,
@@ -44,7 +44,7 @@ from xrank.readers.megatron.run import (
     resolve_folder,
 )
 from xrank.readers.placement import HeldTensor, pieces_of, shared_mesh
-from xrank.readers.records import CopiedValues, Records, Subject, nbytes_below
+from xrank.readers.records import CopiedValues, Records, Subject, index_lost, nbytes_below
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text
@@ -104,29 +104,37 @@ def places_of(sizes: ParallelSizes, folder: str) -> tuple[GridPlace, ...]:
     return tuple(sorted(GridPlace(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
 
 
-def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> None:
+def check_grid(
+    folder: str,
+    found: Sequence[str],
+    sizes: ParallelSizes,
+    cells: Sequence[GridPlace],
+    faults: Faults = RAISING,
+) -> None:
     """Check that exactly the files of the run's ranks are present."""
     wanted = {place.folder(sizes): place for place in cells}
     missing = [name for name in wanted if not places.is_present(os.path.join(folder, name, FILE))]
-    if missing:
-        place = wanted[missing[0]]
-        files = list_text((f"{name}/{FILE}" for name in missing), 3)
-        raise IncompleteError(
+    for group in [missing] if faults.raises and missing else [[name] for name in missing]:
+        place, file = wanted[group[0]], os.path.join(folder, group[0], FILE)
+        files = list_text((f"{name}/{FILE}" for name in group), 3)
+        error = IncompleteError(
             f"{files}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
             rank=place.rank(sizes),
-            file=os.path.join(folder, missing[0], FILE),
+            file=file,
             got=f"{len(wanted) - len(missing)} files; missing: {list_text(missing, 16)}",
             want=f"{len(wanted)}, for {sizes}",
-            next_step=f"copy {missing[0]} from where it was written, then {AGAIN}; nothing was written",
+            next_step=f"copy {group[0]} from where it was written, then {AGAIN}; nothing was written",
         )
+        faults.lose(error, file)
     surplus = [name for name in found if name not in wanted]
     if surplus:
-        raise Origin(os.path.join(folder, surplus[0])).contradiction(
+        strange = Origin(os.path.join(folder, surplus[0])).contradiction(
             "is not a rank of this run",
             list_text(surplus),
             f"{len(wanted)} folders for {sizes}",
             "move the folders of another run elsewhere, or give the path of the checkpoint's own folder",
         )
+        faults.lose(strange, *(os.path.join(folder, name, FILE) for name in surplus))
 
 
 Chunk = tuple[int, int]
@@ -225,9 +233,11 @@ class MegatronRankFile(Struct, frozen=True, eq=False):
     """The tensors of each virtual chunk, by the rank's names."""
     num_extra: int
     """Number of Transformer Engine's own entries in the state, which are not tensors."""
+    is_lost: bool = False
+    """Whether it stands for a lost file, with the tensors of another rank's in their shapes."""
 
 
-def read_rank_file(path: str, rank: int) -> MegatronRankFile:
+def read_rank_file(path: str, rank: int | None) -> MegatronRankFile:
     """Return the content of a rank's file, from its metadata alone."""
     archive = read_archive(path, rank=rank)
     origin, state = Origin(path, rank), archive.value
@@ -300,21 +310,26 @@ def check_identities(
     sizes: ParallelSizes,
     tensors: Mapping[str, TensorParts],
     layouts: Mapping[str, TensorLayout],
+    faults: Faults = RAISING,
 ) -> None:
     """Check that each file is its rank's: by the rank in its args, else by the tensors of which it has its own part."""
+    files = {place: file for place, file in files.items() if not file.is_lost}
     recorded = {place: file.args.get("rank") for place, file in files.items()}
     # A converter writes the same rank into all files, so equal ranks prove nothing.
     if len(files) > 1 and len({repr(rank) for rank in recorded.values()}) > 1:
-        seen: set[object] = set()
+        seen: dict[object, str] = {}
         for place, rank in recorded.items():
+            origin = files[place].origin
             if type(rank) is not int or rank in seen or not _fits(rank, place, sizes, files[place].args):
-                raise files[place].origin.contradiction(
+                error = origin.contradiction(
                     "is another rank's file, or several runs' files are mixed",
                     f"args.rank {quote(str(rank))}",
                     f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
                     f"copy {place.folder(sizes)} again from where it was written",
                 )
-            seen.add(rank)
+                faults.lose(error, origin.path, *([seen[rank]] if rank in seen else []))
+            else:
+                seen[rank] = origin.path
         return
     own: dict[GridPlace, list[ArchivedTensor]] = {}
     for name, parts in tensors.items():
@@ -325,7 +340,7 @@ def check_identities(
         for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
             if counts[key] == 1:
                 own.setdefault(place, []).append(tensor)
-    copies = CopiedValues()
+    copies = CopiedValues(faults)
     for place, file in files.items():
         held = own.get(place, ())
         copies.add(file.archive, held, sum(prod(tensor.shape) for tensor in held), file.origin)
@@ -372,7 +387,7 @@ def collect_parts(
     found: dict[tuple[int, int], dict[str, TensorParts]] = {chunk: {} for chunk in sorted(starts)}
     by_name: dict[str, TensorParts] = {}
     for place, file in files.items():
-        index = records.add_archive(file.archive)
+        index = index_lost(file.origin.path, records) if file.is_lost else records.add_archive(file.archive)
         for number, chunk in enumerate(file.chunks):
             key = (number, place.pipeline)
             num_experts = _num_experts(chunk, file, sizes)
@@ -561,16 +576,30 @@ class MegatronLegacyReader:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         folder = resolve_folder(path, _holds)
         found = [name for name in list_folders(folder) if places.is_present(os.path.join(folder, name, FILE))]
+        faults, read = hints.faults, dict[str, MegatronRankFile]()
+        for name in found[:1] if faults.raises else found:
+            with faults.losing(os.path.join(folder, name, FILE)):
+                read[name] = read_rank_file(os.path.join(folder, name, FILE), 0 if faults.raises else None)
+        _drop_outvoted(read, _shared_args, faults)
+        if not read:
+            raise faults.errors[0]
         # Every rank's arguments record the grid.
-        first = read_rank_file(os.path.join(folder, found[0], FILE), 0)
+        first = next(iter(read.values()))
         sizes = parallel_sizes(first.args, first.origin)
         cells = places_of(sizes, folder)
-        check_grid(folder, found, sizes, cells)
+        check_grid(folder, found, sizes, cells, faults)
         files = {}
         for place in cells:
-            file = read_rank_file(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
-            check_agreement(first, file)
-            files[place] = file
+            path = os.path.join(folder, place.folder(sizes), FILE)
+            if faults.raises:
+                files[place] = read_rank_file(path, place.rank(sizes))
+                check_agreement(first, files[place])
+            elif place.folder(sizes) in read:
+                files[place] = replace(read[place.folder(sizes)], origin=Origin(path, place.rank(sizes)))
+        _drop_outvoted(files, lambda file: _names_of_stage(file, files), faults)
+        if not files:
+            raise faults.errors[0]
+        files = _with_lost(folder, files, sizes, cells)
         step = check_iteration(folder, first.iteration, first.origin.path)
         counts = _layers(files, sizes)
         starts = first_layers(counts, sizes, first.args, first.origin.path)
@@ -580,8 +609,12 @@ class MegatronLegacyReader:
         tensors = collect_parts(files, sizes, starts, records)
         layouts = layouts_of(tensors, sizes, hints, first)
         # Needs the layouts: tensors that ranks share do not tell their files apart.
-        check_identities(files, sizes, tensors, layouts)
-        shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
+        check_identities(files, sizes, tensors, layouts, faults)
+        placed = {}
+        for name in tensors:
+            with faults.losing():
+                placed[name] = place_parts(tensors[name], layouts[name], sizes, hints)
+        shards = tuple(placed.values())
         pairs = {name: name.removesuffix(_HEAD) + _EMBEDDING for name in tensors if name.endswith(_HEAD)}
         # The last stage's copy of the embedding, if the two are one tensor (models/gpt/gpt_model.py).
         is_tied = first.args.get("untie_embeddings_and_output_weights") is False
@@ -592,8 +625,9 @@ class MegatronLegacyReader:
             format=self.name,
             path=path,
             files=tuple(records.files),
-            records=records.table(),
+            records=records.table(faults.files),
             shards=shards,
+            absent=tuple(name for name in tensors if name not in placed),
             aliases=aliases,
             world_size=sizes.world or len(cells),
             step=step,
@@ -603,6 +637,57 @@ class MegatronLegacyReader:
             notes=(*([("extra-state", text)] if num_extra else []), *records.notes()),
             details=_details(folder, set(found), sizes, cells, counts, starts, aliases),
         )
+
+
+_Key = TypeVar("_Key", str, GridPlace)
+
+
+def _drop_outvoted(
+    files: dict[_Key, MegatronRankFile], facts: Callable[[MegatronRankFile], Mapping[str, object]], faults: Faults
+) -> None:
+    """Remove files that differ from most others in facts by which the files of one run agree; they are lost."""
+    for key in [] if faults.raises else outvote({key: facts(file) for key, file in files.items()}):
+        origin = files.pop(key).origin
+        problem = "belongs to another run or iteration than most files, or no majority shows which files are right"
+        faults.lose(origin.contradiction(problem), origin.path)
+
+
+def _shared_args(file: MegatronRankFile) -> dict[str, object]:
+    args = {key: value for key, value in file.args.items() if not _OWN.fullmatch(key)}
+    return {**args, "the iteration": file.iteration}
+
+
+def _names_of_stage(file: MegatronRankFile, files: Mapping[GridPlace, MegatronRankFile]) -> dict[str, object]:
+    stage = next(place.pipeline for place, one in files.items() if one is file)
+    return {f"names in stage {stage}": [sorted(chunk) for chunk in file.chunks]}
+
+
+def _with_lost(
+    folder: str, files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes, cells: Sequence[GridPlace]
+) -> dict[GridPlace, MegatronRankFile]:
+    """Return the files with one for each place without: that of a rank with tensors of the same shapes.
+
+    Where a whole stage is lost, another stage shows the layers, and tensors outside of layers remain unknown.
+    """
+    found: dict[GridPlace, MegatronRankFile] = {}
+    for place in cells:
+        if place in files:
+            found[place] = files[place]
+            continue
+        origin = Origin(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
+        # Nearest: the same stage and experts, then the same stage.
+        near = min(files, key=lambda other: (other.pipeline != place.pipeline, other.expert != place.expert))
+        chunks = files[near].chunks
+        if near.pipeline != place.pipeline:
+            counts = _expect_counts(sizes, files[near].args) or {}
+            kept = []
+            for number, chunk in enumerate(chunks):
+                layers = {name: LAYER.fullmatch(name) for name in chunk}
+                wanted = counts.get((number, place.pipeline), 0)
+                kept.append({name: chunk[name] for name, layer in layers.items() if layer and int(layer[1]) < wanted})
+            chunks = tuple(kept)
+        found[place] = replace(files[near], origin=origin, chunks=chunks, num_extra=0, is_lost=True)
+    return found
 
 
 def _holds(path: str) -> bool:
