@@ -52,8 +52,9 @@ class TrainingState(Struct, frozen=True, eq=False):
 
     stored: StoredModel
     """The model's tensors under its own names, and the optimizer's under those of `state_name`."""
-    optimizer: str
-    """Class of the optimizer: ``Adam`` or ``AdamW``."""
+    optimizer: str | None
+    """Class of the optimizer: ``Adam`` or ``AdamW``; None if the source does not record whether weights decay by
+    themselves or with the gradient."""
     states: Mapping[str, Mapping[str, str]]
     """Trained parameter -> kind -> name in `stored`. A parameter that was never stepped has no entry; it is in a group
     nevertheless."""
@@ -62,4 +63,6 @@ class TrainingState(Struct, frozen=True, eq=False):
     groups: tuple[ParameterGroup, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
     """Further plain values by key, such as ``lr_scheduler`` and ``global_steps``."""
+    others: tuple[str, ...] = ()
+    """Names in `stored` of tensors that belong to neither, such as ``train_state.step``: their keys in the source."""
     left_out: tuple[LeftOut, ...] = ()

@@ -242,7 +242,7 @@ def _absence_error(
         rank=rank,
         file=os.path.join(folder, name),
         got=f"{len(used) - len(missing)} files",
-        want=f"the {len(used)} files that .metadata names for the model",
+        want=f"the {len(used)} files that .metadata names for these tensors",
         next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
         f"then {AGAIN}; nothing was written",
     )
@@ -407,6 +407,8 @@ def _nests(tensor: DcpTensor, rows: IntArray, kinds: Sequence[ItemKind]) -> Nest
 
 
 _METADATA = ".metadata"
+MODEL_FOLDER = re.compile(r"pytorch_model_fsdp(_\d+)?")
+"""Folder of the model beside that of the optimizer (accelerate/utils/fsdp_utils.py: save_fsdp_model)."""
 _OPTIMIZER_FOLDER = re.compile(r"optimizer(_\d+)?")  # accelerate/utils/fsdp_utils.py: save_fsdp_optimizer
 _STEP = re.compile(r"(?:.*[^a-z])?(?:checkpoint|ckpt|step|iter|iteration|global_step)[-_]?0*(\d{1,18})", re.IGNORECASE)
 _FLAT = "_flat_param"  # torch/distributed/fsdp/_flat_param.py: FLAT_PARAM
@@ -436,8 +438,10 @@ class DcpReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of the model lies; errors as in `Reader.read`."""
-        _check_files(path)
-        metadata = read_metadata(os.path.join(path, _METADATA))
+        return self.read_part(path, read_folder(path), hints)[0]
+
+    def read_part(self, path: str, metadata: DcpMetadata, hints: Hints) -> tuple[StoredModel, ChosenPart]:
+        """Return where every tensor of the model lies, and the model's part of the metadata; errors as in `read`."""
         tree = SavedTree(
             metadata.path,
             {name: tensor.shape for name, tensor in metadata.tensors.items()},
@@ -466,7 +470,7 @@ class DcpReader:
         is_attribute = False
         with suppress(XrankError):  # lightning/pytorch/strategies/fsdp.py: FSDPStrategy.save_checkpoint
             is_attribute = is_of_lightning(read_archive(os.path.join(path, "meta.pt")).value)
-        return StoredModel(
+        model = StoredModel(
             format=self.name,
             path=path,
             files=pieces.files,
@@ -482,10 +486,16 @@ class DcpReader:
             part=hints.part,
             is_attribute=is_attribute,
         )
+        return model, part
+
+
+def read_folder(path: str) -> DcpMetadata:
+    """Return the metadata of a folder; IncompleteError without the ``.metadata``, which is written last."""
+    _check_files(path)
+    return read_metadata(os.path.join(path, _METADATA))
 
 
 def _check_files(path: str) -> None:
-    """Raise if a folder has shards but no metadata, which is written last."""
     entries = places.list_names(path)
     if _METADATA in entries:
         return
@@ -510,7 +520,7 @@ def _check_files(path: str) -> None:
 def _step(path: str) -> int | None:
     folder = places.absolute(path)
     # accelerate's folder has the number of the model, and the step is in its parent's name.
-    is_numbered = re.fullmatch(r"pytorch_model_fsdp(_\d+)?", os.path.basename(folder))
+    is_numbered = MODEL_FOLDER.fullmatch(os.path.basename(folder))
     return find_step(os.path.dirname(folder) if is_numbered else folder, _STEP, levels=1)
 
 

@@ -1,0 +1,217 @@
+"""The states of Adam and AdamW as frameworks save them: checked for each parameter; other optimizers are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import numpy as np
+from isal import isal_zlib
+from msgspec.structs import replace
+
+from xrank.dtypes import dtype, numpy_dtype
+from xrank.errors import UsageError
+from xrank.formats.pickles import InertRecord
+from xrank.formats.torch_archive import ArchivedTensor, walk_leaves
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.training_state import MASTER, MOMENTS, LeftOut, ParameterGroup, TrainingState
+from xrank.readers.records import Subject
+from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.words import list_text, plural
+
+STEP = "step"
+_KINDS = frozenset({*MOMENTS, MASTER, STEP})
+_OF_OTHERS = {
+    "momentum_buffer": "SGD or Muon",
+    "exp_avg_sq_row": "Adafactor",
+    "exp_avg_sq_col": "Adafactor",
+    "row_var": "Adafactor",
+    "col_var": "Adafactor",
+    "state1": "an 8-bit optimizer of bitsandbytes",
+    "state2": "an 8-bit optimizer of bitsandbytes",
+    "exp_inf": "Adamax",
+    "mu_product": "NAdam",
+    "square_avg": "RMSprop or Adadelta",
+    "sum": "Adagrad",
+    "exp_avg_diff": "Adan",
+    # In groups: what a state before its first step, or with Adam's moments, shows.
+    "momentum": "SGD or Muon",
+    "ns_steps": "Muon",
+    "momentum_decay": "NAdam",
+    "beta2_decay": "Adafactor",
+    "scale_parameter": "Adafactor",
+    "rho": "Adadelta",
+    "alpha": "RMSprop",
+    "lr_decay": "Adagrad",
+    "max_coeff": "LAMB",
+    "grad_averaging": "LAMB",
+    "d_coef": "Prodigy",
+}
+"""Kind of state, or option of a group, that Adam does not have -> optimizer that has it."""
+_NEEDED = ("lr", "betas", "eps")
+
+
+def foreign_error(origin: Origin, got: str, optimizer: str, parameter: str | None = None) -> UsageError:
+    """Return the error for the state of another optimizer than Adam and AdamW."""
+    step = "continue it in the framework that saved it; xrank gather takes the model alone"
+    problem = f"is the state of {optimizer}, which is not converted"
+    return origin.usage(problem, got, "a state of Adam or AdamW", step, tensor=parameter)
+
+
+def refuse_other_kinds(kinds: Mapping[str, Iterable[str]], origin: Origin) -> None:
+    """Refuse states that Adam does not keep; `kinds` has the kinds of each parameter."""
+    for parameter, own in kinds.items():
+        for kind in own:
+            if kind not in _KINDS:
+                who = _OF_OTHERS.get(kind, "an optimizer other than Adam and AdamW")
+                raise foreign_error(origin, f"{quote(kind)[1:-1]} of {quote(parameter)[1:-1]}", who, parameter)
+
+
+def make_group(parameters: object, options: Mapping[Any, object], origin: Origin) -> ParameterGroup:
+    """Return a group of parameters, of Adam's by its options."""
+    if not isinstance(parameters, (list, tuple)):
+        raise origin.corrupt("a group of the optimizer does not list its parameters", type(parameters).__name__)
+    names = [name for name in parameters if isinstance(name, str)]
+    if len(names) < len(parameters):
+        raise origin.usage(
+            "the optimizer numbers its parameters, so that their names are unknown",
+            f"params {quote(str(parameters[:4]))[1:-1]}",
+            "names",
+            "save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns",
+        )
+    for key in options:
+        if key in _OF_OTHERS:
+            raise foreign_error(origin, f"the option {key}", _OF_OTHERS[str(key)])
+    lacking = [key for key in _NEEDED if key not in options]
+    betas = options.get("betas")
+    if lacking:
+        raise foreign_error(origin, f"no option {lacking[0]}", "an optimizer other than Adam and AdamW")
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise foreign_error(origin, f"betas {quote(str(betas))[1:-1]}", "an optimizer other than Adam and AdamW")
+    # torch/optim/radam.py has Adam's moments, and no amsgrad; Adam and AdamW have both options.
+    if "decoupled_weight_decay" in options and "amsgrad" not in options:
+        raise foreign_error(origin, "decoupled_weight_decay without amsgrad", "RAdam")
+    if problem := why_not_plain(options):
+        raise origin.usage(
+            "a group of the optimizer has an option that is not a plain value", problem, "numbers, texts"
+        )
+    return ParameterGroup(tuple(names), {str(key): value for key, value in options.items()})
+
+
+def why_not_plain(value: object) -> str | None:
+    """Return None if a value of an archive is of plain values alone; otherwise what it contains."""
+    for keys, leaf in walk_leaves(value):
+        if isinstance(leaf, InertRecord):
+            return f"{'.'.join(map(str, keys))} is an object of {leaf.module}.{leaf.name}".removeprefix(" ")
+        if isinstance(leaf, ArchivedTensor):
+            return f"{'.'.join(map(str, keys))} is a tensor".removeprefix(" ")
+    return None
+
+
+def add_shards(
+    model: StoredModel, files: Sequence[SourceFile], records: RecordTable, shards: Sequence[StoredShard]
+) -> StoredModel:
+    """Return a model with the tensors of further files and records besides its own."""
+    shifted = (replace(shard, record=shard.record + len(model.records)) for shard in shards)
+    nbytes = int(records.nbytes.sum())
+    return replace(
+        model,
+        files=(*model.files, *files),
+        records=model.records.join(records, len(model.files)),
+        shards=(*model.shards, *shifted),
+        nbytes=model.nbytes + nbytes,
+        skipped_nbytes=max(model.skipped_nbytes - nbytes, 0),
+        # A gather's notes on what it leaves out.
+        notes=tuple(note for note in model.notes if note[0] not in ("left-out", "byte-items")),
+    )
+
+
+def read_numbers(files: Sequence[SourceFile], records: RecordTable, shards: Sequence[StoredShard]) -> dict[str, float]:
+    """Return the number in each tensor of one element."""
+    found: dict[str, float] = {}
+    placed = [(int(records.file[shard.record[0]]), shard) for shard in shards if len(shard.record)]
+    for number, mine in groupby(sorted(placed, key=lambda each: each[0]), key=lambda each: each[0]):
+        with open_regular(files[number].path) as file:
+            for _, shard in mine:
+                record, kind = int(shard.record[0]), numpy_dtype(shard.dtype)
+                data = file.read(int(records.offset[record]), int(records.nbytes[record]))
+                crc32 = int(records.crc32[record])
+                if crc32 not in (NO_CHECKSUM, isal_zlib.crc32(data)):
+                    raise file.origin.corrupt(f"{shard.name} fails its checksum", tensor=shard.name)
+                at = int(shard.nests.x[0]) * kind.itemsize
+                found[shard.name] = float(np.frombuffer(data[at : at + kind.itemsize], kind)[0])
+    return found
+
+
+def check_step(value: object, parameter: str, origin: Origin) -> float:
+    """Return a parameter's number of steps."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1 << 53 or value % 1:
+        problem = f"the step of {parameter} is not a count"
+        raise origin.corrupt(problem, quote(str(value)), "a whole number", tensor=parameter)
+    return float(value)
+
+
+def make_training_state(
+    stored: StoredModel,
+    states: Mapping[str, Mapping[str, str]],
+    steps: Mapping[str, float],
+    groups: Sequence[ParameterGroup],
+    origin: Origin,
+    *,
+    optimizer: str | None = None,
+    values: Mapping[str, Any] | None = None,
+    others: Sequence[str] = (),
+    left_out: Sequence[LeftOut] = (),
+) -> TrainingState:
+    """Return a training state after the check of each parameter's tensors, steps and group.
+
+    Raises:
+        IncompleteError: a parameter has one moment of two, or no step.
+        ContradictionError: shapes differ, or the groups and the model have different parameters.
+        UsageError: moments are quantized.
+    """
+    if not states:
+        raise origin.usage("the optimizer has taken no step", "no moments", "a state after the first step")
+    shards = {shard.name: shard for shard in stored.shards}
+    group_of: dict[str, ParameterGroup] = {}
+    for group in groups:
+        for name in group.parameters:
+            if name not in shards:
+                problem = f"the optimizer trains {quote(name)[1:-1]}, which is not in the model"
+                raise origin.contradiction(problem, name, "a tensor of the model", tensor=name)
+            if group_of.setdefault(name, group) is not group:
+                raise origin.corrupt(f"{quote(name)[1:-1]} is in two groups of the optimizer", tensor=name)
+    for name, kinds in states.items():
+        if name not in group_of:
+            problem = f"no group of the optimizer has {quote(name)[1:-1]}"
+            raise origin.contradiction(problem, list_text(kinds), "a group with the parameter's options", tensor=name)
+        wanted = {*MOMENTS[: 3 if group_of[name].options.get("amsgrad") else 2]}
+        absent = sorted(wanted - kinds.keys())
+        absent += [STEP] if name not in steps else []
+        if absent:
+            raise Subject(name, None, origin.path).incomplete(
+                f"the optimizer's state lacks {list_text(absent)}",
+                list_text(kinds),
+                list_text([*sorted(wanted), STEP]),
+                "take a checkpoint whose save finished",
+            )
+        for kind, own in kinds.items():
+            _check_moment(name, kind, shards[own], shards[name], origin)
+    decoupled = {group.options.get("decoupled_weight_decay") for group in groups}
+    if optimizer is None and len(decoupled) == 1:
+        optimizer = {True: "AdamW", False: "Adam"}.get(decoupled.pop())  # type: ignore[arg-type]
+    return TrainingState(stored, optimizer, states, steps, tuple(groups), values or {}, tuple(others), tuple(left_out))
+
+
+def _check_moment(name: str, kind: str, own: StoredShard, parameter: StoredShard, origin: Origin) -> None:
+    if own.shape != parameter.shape:
+        raise origin.contradiction(
+            f"{kind} of {name} has another shape than the parameter",
+            str(list(own.shape)),
+            f"{list(parameter.shape)}, {plural(prod(parameter.shape), 'element')}",
+            tensor=name,
+        )
+    if not dtype(own.dtype).is_float:
+        raise foreign_error(origin, f"{kind} of {name} in {own.dtype}", "an optimizer with quantized moments", name)

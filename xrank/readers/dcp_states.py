@@ -1,0 +1,241 @@
+"""Reads the training states of torch DCP: model and optimizer in one checkpoint, or in the two folders of accelerate.
+
+torch.distributed.checkpoint.state_dict names the optimizer's tensors ``state.<parameter>.exp_avg``, behind the keys
+that lead to it. Options are ``param_groups.0.lr``; flattened, which torchtitan does, ``param_groups.<parameter>.lr``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from xrank.errors import XrankError
+from xrank.formats.dcp_metadata import DcpMetadata
+from xrank.formats.torch_archive import read_archive, read_archive_in
+from xrank.layout.training_state import LeftOut, ParameterGroup, TrainingState, state_name
+from xrank.readers.adam_states import (
+    STEP,
+    add_shards,
+    check_step,
+    make_group,
+    make_training_state,
+    read_numbers,
+    refuse_other_kinds,
+    why_not_plain,
+)
+from xrank.readers.base import Hints
+from xrank.readers.dcp import MODEL_FOLDER, DcpReader, locate, read_folder
+from xrank.readers.records import read_start
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.words import list_text
+
+_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+_OF_RANKS = {
+    **dict.fromkeys(("rng", "rng_state", "rng_states", "cuda_rng_state", "random_states"), "random states of ranks"),
+    **dict.fromkeys(("dataloader", "sampler"), "positions of the ranks' data loaders"),
+}
+"""Key of values that other ranks cannot take -> what they are."""
+
+
+def read_dcp_state(path: str, hints: Hints) -> TrainingState:
+    """Return the training state in a folder of torch DCP; errors as `xrank.readers.training_states` has them."""
+    metadata = read_folder(path)
+    model, part = DcpReader().read_part(path, metadata, hints)
+    own, folder = {*part.tensors.values(), *part.values.values()}, path
+    left_out = [LeftOut(name, "a value beside the model's tensors") for name in part.values.values()]
+    around = os.path.dirname(places.absolute(path))
+    is_beside = MODEL_FOLDER.fullmatch(os.path.basename(places.absolute(path))) is not None
+    if is_beside:
+        name = os.path.basename(places.absolute(path)).replace("pytorch_model_fsdp", "optimizer")
+        folder, own = os.path.join(os.path.dirname(path.rstrip(os.sep)), name), set()
+        if not places.is_folder(folder):
+            want, step = "the optimizer's folder beside the model's", "copy it from where it was saved"
+            raise Origin(folder).incomplete("is missing", list_text(places.list_names(around)), want, step)
+        metadata = read_folder(folder)
+    saved, origin = _find_optimizer(metadata, own), Origin(metadata.path)
+    of_ranks = {name: _OF_RANKS[root] for name in saved.others if (root := name.split(".")[0]) in _OF_RANKS}
+    left_out += [LeftOut(name, why) for name, why in of_ranks.items()]
+    others = [name for name in saved.others if name not in of_ranks]
+    chosen = {state_name(*key): flat for key, flat in saved.tensors.items()}
+    chosen |= {flat: flat for flat in (*saved.options, *others) if flat in metadata.tensors}
+    pieces = locate(folder, metadata, {name: metadata.tensors[flat] for name, flat in chosen.items()})
+    numbers = {state_name(*key) for key in saved.tensors if key[1] == STEP} | saved.options.keys()
+    read = read_numbers(pieces.files, pieces.records, [shard for shard in pieces.shards if shard.name in numbers])
+    plain = _read_values(folder, metadata, [*saved.options, *saved.values.values(), *others])
+    steps: dict[str, float] = {}
+    states: dict[str, dict[str, str]] = {}
+    for parameter, kind in saved.tensors:
+        name = state_name(parameter, kind)
+        if kind != STEP:
+            states.setdefault(parameter, {})[kind] = name
+        elif name in read:
+            steps[parameter] = check_step(read[name], parameter, origin)
+    steps |= {parameter: check_step(plain[flat], parameter, origin) for (parameter, _), flat in saved.values.items()}
+    groups = _make_groups({k: read[flat] if flat in read else plain[flat] for flat, k in saved.options.items()}, origin)
+    objects = {flat: problem for flat in others if flat in plain and (problem := why_not_plain(plain[flat]))}
+    left_out += [LeftOut(flat, problem) for flat, problem in objects.items()]
+    values = _nest({_keys(metadata, flat): plain[flat] for flat in others if flat in plain and flat not in objects})
+    if is_beside:
+        _read_beside(around, max(steps.values(), default=0), values, left_out)
+    return make_training_state(
+        add_shards(model, pieces.files, pieces.records, [s for s in pieces.shards if s.name not in numbers]),
+        states,
+        steps,
+        groups,
+        origin,
+        values=values,
+        others=[flat for flat in others if flat in metadata.tensors],
+        left_out=left_out,
+    )
+
+
+class _SavedOptimizer(Struct, frozen=True):
+    """The flat names of what is not the model's."""
+
+    tensors: Mapping[tuple[str, str], str]
+    """(Parameter, kind) of each tensor."""
+    values: Mapping[tuple[str, str], str]
+    """(Parameter, ``step``) where it is not a tensor."""
+    options: Mapping[str, tuple[str | int, ...]]
+    """Flat name -> keys below ``param_groups``."""
+    others: Sequence[str]
+
+
+def _find_optimizer(metadata: DcpMetadata, own: set[str]) -> _SavedOptimizer:
+    origin = Origin(metadata.path)
+    names = [name for name in (*metadata.tensors, *metadata.byte_items) if name not in own]
+    # By text: the same keys are joined in names, whether a planner or the optimizer's state flattened them.
+    split = [name.split(".") for name in names]
+    roots = {tuple(keys[: keys.index(_GROUPS)]) for keys in split if _GROUPS in keys}
+    if len(roots) != 1:
+        found = sorted(".".join(root) or "(top)" for root in roots)
+        problem = "holds more than one optimizer" if roots else "holds no optimizer with its groups"
+        step = "give a checkpoint of one optimizer" if roots else "give the checkpoint that has the optimizer, too"
+        raise origin.usage(problem, list_text(map(quote, found), empty="no param_groups"), "one optimizer", step)
+    (root,) = roots
+    above = "".join(f"{key}." for key in root)
+    tensors, values = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
+    options, others = dict[str, tuple[str | int, ...]](), list[str]()
+    for name in names:
+        rest = name.removeprefix(above) if name.startswith(above) else ""
+        parameter, _, kind = rest.removeprefix(f"{_STATE}.").rpartition(".")
+        if rest == _GROUPS or rest.startswith(f"{_GROUPS}."):
+            keys = _keys(metadata, name)
+            # Nested keys go on after `param_groups`; flattened ones have the parameter's name in the same key.
+            options[name] = keys[keys.index(_GROUPS) + 1 :] if _GROUPS in keys else (rest.removeprefix(f"{_GROUPS}."),)
+        elif rest.startswith(f"{_STATE}.") and parameter:
+            (tensors if name in metadata.tensors else values)[parameter, kind] = name
+        else:
+            others.append(name)
+    kinds: dict[str, list[str]] = {}
+    for parameter, kind in (*tensors, *values):
+        kinds.setdefault(parameter, []).append(kind)
+    refuse_other_kinds(kinds, origin)
+    odd = next((key for key in values if key[1] != STEP), None)
+    if odd is not None:
+        problem, want = f"{odd[1]} of {quote(odd[0])[1:-1]} was pickled whole", "a plain tensor"
+        step = "continue it in the framework that saved it: quantized moments are not converted"
+        raise origin.usage(problem, "an object, as 8-bit optimizers keep", want, step, tensor=odd[0])
+    return _SavedOptimizer(tensors, values, options, others)
+
+
+def _keys(metadata: DcpMetadata, name: str) -> tuple[str | int, ...]:
+    """Return the keys that lead to a flat name, as its planner recorded them, or else by its dots."""
+    if metadata.paths is not None:
+        return metadata.paths[name]
+    return tuple(int(key) if key.isdecimal() else key for key in name.split("."))
+
+
+def _read_values(folder: str, metadata: DcpMetadata, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values that are not tensors, by flat name."""
+    by_file: dict[int, list[tuple[int, int, str]]] = {}
+    for name in names:
+        if name in metadata.byte_items:
+            number, start, nbytes = metadata.byte_items[name]
+            by_file.setdefault(number, []).append((start, nbytes, name))
+    found: dict[str, Any] = {}
+    for number, items in by_file.items():
+        with open_regular(os.path.join(folder, metadata.files[number])) as file:
+            for start, nbytes, name in sorted(items):
+                try:
+                    found[name] = read_archive_in(file, start=start, nbytes=nbytes).value
+                except XrankError as error:
+                    error.about(f"the item of {quote(name)[1:-1]} at byte {start:,}")
+                    raise
+    return found
+
+
+def _nest(values: Mapping[tuple[str | int, ...], Any]) -> dict[Any, Any]:
+    """Return values under their keys as nested dicts, and lists where all keys are numbers."""
+    top: dict[Any, Any] = {}
+    for keys, value in values.items():
+        here = top
+        for key in keys[:-1]:
+            here = here.setdefault(key, {})
+        here[keys[-1]] = value
+    return {key: _listed(value) for key, value in top.items()}
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _listed(each) for key, each in value.items()}
+    if inner and set(inner) == set(range(len(inner))):
+        return [inner[number] for number in range(len(inner))]
+    return inner
+
+
+def _make_groups(options: Mapping[tuple[str | int, ...], Any], origin: Origin) -> list[ParameterGroup]:
+    nested = options.get(())
+    if nested is None and any(isinstance(keys[0], int) for keys in options):
+        nested = _listed(_nest(options))
+    if nested is not None:
+        if not isinstance(nested, list) or not all(isinstance(group, dict) for group in nested):
+            raise origin.corrupt("the optimizer's groups are not a list of dicts", type(nested).__name__)
+        return [
+            make_group(group.get(_PARAMETERS), {k: v for k, v in group.items() if k != _PARAMETERS}, origin)
+            for group in nested
+        ]
+    # Flattened, every parameter has its own copy of its group's options.
+    own: dict[str, dict[str, Any]] = {}
+    for keys, value in options.items():
+        parameter, _, key = ".".join(map(str, keys)).rpartition(".")
+        own.setdefault(parameter, {})[key] = value
+    alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for parameter, group in own.items():
+        alike.setdefault(repr(sorted(group.items())), ([], group))[0].append(parameter)
+    return [make_group(names, group, origin) for names, group in alike.values()]
+
+
+def _read_beside(folder: str, step: float, values: dict[str, Any], left_out: list[LeftOut]) -> None:
+    """Add the values in the files that accelerate and transformers' Trainer write beside the two folders."""
+    for name in sorted(places.list_names(folder)):
+        path = os.path.join(folder, name)
+        if name in ("scheduler.pt", "scheduler.bin", "scaler.pt"):
+            value, key = read_archive(path).value, "scaler" if name == "scaler.pt" else "lr_scheduler"
+            if (problem := why_not_plain(value)) is None:
+                values[key] = value
+            else:
+                left_out.append(LeftOut(name, problem, path))
+        elif name == "trainer_state.json":
+            try:
+                steps = json.loads(read_start(path, 1 << 26)).get("global_step")
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise Origin(path).corrupt("is not a trainer's state", quote(str(error)), "a JSON object") from None
+            # A loss scaler skips steps, which the trainer counts.
+            if isinstance(steps, int) and (step > steps or (step < steps and "scaler.pt" not in values)):
+                raise Origin(path).contradiction(
+                    "belongs to another step than the optimizer", f"global_step {steps}", f"{step:.0f} steps of Adam"
+                )
+            values["global_steps"] = steps
+            left_out.append(LeftOut(name, "the trainer's log and counters", path))
+        elif places.is_file(path) and name.startswith(("rng_state", "random_states", "sampler", "dl_state_dict")):
+            why = "random states of ranks" if name.startswith("r") else "positions of the ranks' data loaders"
+            left_out.append(LeftOut(name, why, path))
+        elif places.is_file(path) and name.startswith("custom_checkpoint"):
+            left_out.append(LeftOut(name, "an object of the training script", path))
