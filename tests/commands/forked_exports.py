@@ -101,10 +101,10 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
 
     import xrank
     from xrank.commands import load
-    from xrank.engine import executor, rounds, windows
+    from xrank.engine import executor, rounds, tensor_pairs, windows
 
     torch.set_num_threads(1)
-    for module in (windows, executor, load):
+    for module in (windows, executor, load, tensor_pairs):
         module.WINDOW_NBYTES = 4096  # type: ignore[attr-defined]
     assert rounds.windows is windows and rounds.windows is windows
     rounds.ROUND_NBYTES = job.get("round_nbytes", 20_000)

@@ -111,13 +111,14 @@ def test_in_the_background(rank, tmp_path: Path) -> None:
 def test_what_a_delta_cannot_contain_is_refused_on_every_rank(rank, tmp_path: Path) -> None:
     state = {"a.weight": torch.ones(5, 3), "b.weight": torch.ones(3)}
     xrank.export_model(state, tmp_path / "base")
-    for change, text in (
-        ({"b.weight": torch.ones(4)}, "b.weight: a delta only has"),
-        ({"c.weight": torch.ones(4)}, "c.weight: a delta only has"),
-        ({"b.weight": torch.ones(3).half()}, "b.weight: a delta only has"),
+    for change, text, step in (
+        ({"b.weight": torch.ones(4)}, "b.weight: a delta only has", "whole"),
+        ({"c.weight": torch.ones(4)}, "c.weight: a delta only has", "whole"),
+        ({"b.weight": torch.ones(3).half()}, "b.weight: a delta only has", 'dtype="fp32"'),
     ):
-        with pytest.raises(UsageError, match=text):
+        with pytest.raises(UsageError, match=text) as caught:
             xrank.export_model({**state, **change}, tmp_path / "weight_v000001", delta_from=tmp_path / "base")
+        assert step in caught.value.next_step
     with pytest.raises(UsageError, match="is not the folder of a version"):
         xrank.export_model(state, tmp_path / "step-1", delta_from=tmp_path / "base")
     with pytest.raises(UsageError, match="delta_from"):

@@ -7,40 +7,74 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.commands.forked_exports import forked_exports
+import xrank
+from tests.commands.exported import tensors_of
+from tests.commands.forked_exports import ForkedExports, forked_exports
 from tests.commands.forked_ranks import ForkedRanks, forked_ranks
 from tests.commands.made_workspaces import layout_of, leave, wide_model
+from tests.commands.strikes import digests
 from tests.commands.test_export_killed import NEW, OLD, Exports
 from tests.faults.findings import Findings
 
 __all__ = ["Gathers", "stop_ranks"]
 
 _WHAT = ("kill", "kill", "kill", "ENOSPC", "EIO", "ESTALE", "EDQUOT")
-_MOMENTS = {("export", True): 110, ("export", False): 40, ("gather", True): 90, ("gather", False): 30}
+_MOMENTS = {
+    ("export", True): 110,
+    ("export", False): 40,
+    ("gather", True): 90,
+    ("gather", False): 30,
+    ("delta", True): 110,
+    ("delta", False): 60,
+}
 """Calls of a rank in a whole run, roughly, by work and by whether it is the first rank."""
 _SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
 
 
 def stop_ranks(folder: Path, seed: int, count: int) -> Findings:
-    """Stop one of four ranks so often, half of the time in an export and half in a gather."""
+    """Stop one of four ranks so often, in turn in an export, a gather, and an export of what has changed."""
     findings = Findings()
     with forked_exports() as exporting, forked_ranks() as gathering:
         (folder / "exports").mkdir()
         exports, gathers = Exports(exporting, folder / "exports"), Gathers(gathering, folder / "gathers")
+        deltas = DeltaExports(exporting, folder / "deltas")
         for number in range(seed, seed + count):
             rng = random.Random(number)
-            work, victim, what = ("export", "gather")[number % 2], rng.randrange(4), rng.choice(_WHAT)
+            work, victim, what = ("export", "gather", "delta")[number % 3], rng.randrange(4), rng.choice(_WHAT)
             act = (victim, what, rng.randint(1, _MOMENTS[work, victim == 0]))
             overwrite = rng.random() < 0.5
             where = f"seed {number}: {work}, rank {victim}, {what} at call {act[2]}{', overwrite' if overwrite else ''}"
             findings.count(f"{work}: {'kills' if what == 'kill' else 'errors'}")
             try:
-                (_stop_export if work == "export" else _stop_gather)(
-                    exports if work == "export" else gathers, act, overwrite, findings
-                )
+                if work == "gather":
+                    _stop_gather(gathers, act, overwrite, findings)
+                else:
+                    _stop_export(exports if work == "export" else deltas, act, overwrite, findings)
             except AssertionError as error:
                 findings.report(f"{work}: {str(error)[:80]}", f"{where}\n    {str(error)[:1500]}")
     return findings
+
+
+class DeltaExports(Exports):
+    """Exports of what has changed since the model of a third step."""
+
+    def __init__(self, ranks: ForkedExports, folder: Path) -> None:
+        folder.mkdir()
+        self.ranks, self.out, self.folder = ranks, folder / "weight_v000001", folder
+        base = folder / "weight_v000000"
+        ranks(base, step=2)
+        self.options: dict[str, Any] = {"delta_from": str(base)}
+        self.known = {}
+        for step in (OLD, NEW):
+            self.right(self(step=step), step)
+            xrank.apply_deltas(base, self.out, folder / f"applied {step}")
+            want = wide_model(step)
+            assert digests(tensors_of(folder / f"applied {step}").items()) == digests(want.items())
+            self.known[step] = self.content()
+            shutil.move(self.out, folder / f"model of step {step}")
+
+    def __call__(self, *, step: int = NEW, **job: Any) -> list[Any]:
+        return self.ranks(self.out, step=step, options={**self.options, **job.pop("options", {})}, **job)
 
 
 def _stop_export(exports: Exports, act: tuple[int, str, int], overwrite: bool, findings: Findings) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 import xrank
 from tests.readers.made_deltas import Model, change_model, make_model, read_folder, write_delta, write_whole
-from tests.storage.fault_proxy import FaultKind
+from tests.storage.fault_proxy import FaultKind, FaultProxy
 from tests.storage.histories import speed_up
 from tests.storage.servers import Bucket, open_proxy
 from tests.storage.small_s3 import SmallS3
@@ -65,41 +70,82 @@ def test_versions_in_a_bucket(small_bucket: Bucket, monkeypatch: pytest.MonkeyPa
     assert xrank.apply_deltas(base, deltas, out).output is None
 
 
-def test_a_receiver_that_is_stopped_at_any_request(
-    small_bucket: Bucket, small_server: SmallS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, soak: bool
+def _run_killed(work: Callable[[], object], proxy: FaultProxy, point: int, when: Literal["before", "after"]) -> None:
+    """Run the work in a child, which is killed before or after the store answers one of its requests."""
+    pids: list[int] = []
+    proxy.restart()
+    proxy.kill(lambda: pids[0], point, when)
+    pids.append(os.fork())
+    if pids[0] == 0:
+        os.environ["AWS_ENDPOINT_URL"] = proxy.url
+        with suppress(BaseException):
+            work()
+        os._exit(0)
+    os.waitpid(pids[0], 0)
+
+
+def _run_refused(work: Callable[[], object], proxy: FaultProxy, point: int) -> None:
+    """Run the work while the store refuses all requests from one of them on."""
+
+    def choose(number: int, method: str, path: str) -> FaultKind | None:
+        return "forbidden" if number >= point else None
+
+    proxy.restart(choose)
+    with pytest.MonkeyPatch.context() as patch, suppress(XrankError):
+        speed_up(patch)
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        work()
+
+
+@pytest.mark.parametrize("work", ["apply", "make"])
+@pytest.mark.parametrize("way", ["before", "after", "refused"])
+@pytest.mark.timeout(900)
+def test_a_run_that_ends_at_any_request(
+    work: str, way: Any, small_bucket: Bucket, small_server: SmallS3, tmp_path: Path, soak: bool
 ) -> None:
-    """The store refuses each request in turn, and all after it, as to a killed process; the next call heals."""
+    """It is killed, or the store refuses all that it asks: old or new is there, or neither; the next call heals."""
     models = make_chain(tmp_path)
-    base, deltas = tmp_path / "base", tmp_path / "deltas"
-    outcomes = {"refused": 0, "made": 0}
+    write_whole(tmp_path / "old", change_model(models[1], np.random.default_rng(5)))
+    write_whole(tmp_path / "new", models[1])
+
+    def call(out: str, *, is_old: bool = False) -> None:
+        if work == "apply":
+            version = 1 if is_old else None
+            xrank.apply_deltas(tmp_path / "base", tmp_path / "deltas", out, version=version, max_shard_size="2KB")
+        else:
+            new = tmp_path / ("old" if is_old else "new")
+            options: dict[str, Any] = {"max_shard_size": "1KB", "overwrite": has_old}
+            xrank.make_delta(tmp_path / "base", new, f"{out}/weight_v000001", **options)
+
+    def find(prefix: str) -> Model | None:
+        name = prefix if work == "apply" else f"{prefix}/weight_v000001"
+        return read_model(small_server.read_all(small_bucket.name), name, tmp_path / "found")
+
+    has_old = False
+    known: list[Model | None] = [None]
+    for is_old in (True, False):
+        call(f"{small_bucket.url}/{is_old}", is_old=is_old)
+        known.append(find(str(is_old)))
+    seen = dict.fromkeys(range(3), 0)
     with open_proxy(small_bucket.server) as proxy:
-        for point in range(1, 120, 1 if soak else 13):
+        for point in range(1, 100, 1 if soak else 33):
             for has_old in (False, True):
                 prefix = f"{point}-{has_old}"
                 out = f"{small_bucket.url}/{prefix}"
                 if has_old:
-                    xrank.apply_deltas(base, deltas, out, version=1, max_shard_size="2KB")
-
-                def choose(number: int, method: str, path: str, first: int = point) -> FaultKind | None:
-                    return "forbidden" if number >= first else None
-
-                proxy.restart(choose)
-                with monkeypatch.context() as patch:
-                    speed_up(patch)
-                    patch.setenv("AWS_ENDPOINT_URL", proxy.url)
-                    try:
-                        xrank.apply_deltas(base, deltas, out, max_shard_size="2KB")
-                        outcomes["made"] += 1
-                    except XrankError:
-                        outcomes["refused"] += 1
-                allowed = (models[1] if has_old else None, models[2])
-                found = read_model(small_server.read_all(small_bucket.name), prefix, tmp_path / "found")
-                assert found in allowed, f"request {point}"
-                xrank.apply_deltas(base, deltas, out, max_shard_size="2KB")
-                found = read_model(small_server.read_all(small_bucket.name), prefix, tmp_path / "found")
-                assert found == models[2] and xrank.verify_model(out).ok, f"request {point}"
+                    call(out, is_old=True)
+                run = partial(call, out)
+                if way == "refused":
+                    _run_refused(run, proxy, point)
+                else:
+                    _run_killed(run, proxy, point, way)
+                found = find(prefix)
+                assert found in (known[1 if has_old else 0], known[2]), f"request {point}"
+                seen[known.index(found)] += 1
+                call(out)
+                assert find(prefix) == known[2], f"request {point}"
                 small_server.forget(small_bucket.name)
-    assert all(outcomes.values()), outcomes
+    assert all(seen.values()), seen
 
 
 def test_versions_that_no_reader_needs(small_bucket: Bucket, tmp_path: Path) -> None:

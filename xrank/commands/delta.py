@@ -102,7 +102,8 @@ def make_delta(
     outputs, models, notes = _pair(sides, recipe, path)
     files = [OutputFile.bare(output) for output in outputs]
     plans = [make_plan(model, files, tied=tied) for model, tied in models]
-    if not places.exists(os.path.join(path, INDEX_NAME)):  # else it may be what this call made before
+    # An index may be what this call made before; a store is asked anew.
+    if not places.exists(os.path.join(places.enter(path), INDEX_NAME)):
         check_output(path, overwrite=overwrite)
     with (
         hash_beside([hashed for model, _ in models for hashed in model.hashes], Team()) as finish_hashes,

@@ -47,6 +47,8 @@ from xrank.recipes.decision import Decision, FolderPlan
 from xrank.recipes.found_source import FoundSource
 from xrank.recipes.options import GatherOptions
 
+_CHOICES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+
 
 def plan_version(
     out: str, base: str, *, encoding: str = "xor", checksum: str = "xxh3-128", step: int | None = None
@@ -83,11 +85,15 @@ def check_same_tensors(
     new: Sequence[OutputTensor], old: Sequence[OutputTensor], new_path: str, old_path: str, out: str
 ) -> None:
     """Check that two versions have the same names, shapes and types; UsageError otherwise."""
-    known = [{one.name: f"{one.dtype} {list(one.shape)}" for one in each} for each in (new, old)]
+    known = [{one.name: one for one in each} for each in (new, old)]
     for name in sorted({*known[0], *known[1]}):
-        got, want = (each.get(name, "no such tensor") for each in known)
+        mine, other = (each.get(name) for each in known)
+        got, want = ("no such tensor" if one is None else f"{one.dtype} {list(one.shape)}" for one in (mine, other))
         if got != want:
-            raise make_unfit_error(name, f"{got} in {new_path}", f"{want}, as in {old_path}", new_path, out)
+            error = make_unfit_error(name, f"{got} in {new_path}", f"{want}, as in {old_path}", new_path, out)
+            if mine is not None and other is not None and mine.shape == other.shape and other.dtype in _CHOICES:
+                error.advise(f"give {option('dtype', _CHOICES[other.dtype])}, the type in {old_path}")
+            raise error
 
 
 def make_unfit_error(name: str | None, got: str | None, want: str, new_path: str, out: str) -> UsageError:
