@@ -14,6 +14,7 @@ from tests.commands.made_workspaces import leave
 from xrank.cli import command
 from xrank.commands import verify
 from xrank.errors import Wording, XrankError
+from xrank.recipes.options import GatherOptions
 
 
 def test_summaries_are_whole() -> None:
@@ -24,7 +25,7 @@ def test_summaries_are_whole() -> None:
 
 def test_the_timeout() -> None:
     text = " ".join(run("gather", "--help").stdout.split())
-    assert "a live rank to arrive; 1800 without it. [env var: XRANK_TIMEOUT]" in text and "x>0" not in text
+    assert "a live rank to arrive. [default: 1800] [env var: XRANK_TIMEOUT]" in text and "x>0" not in text
     for value in ("0", "-1", "nan"):
         ended = run("gather", "x", "--out", "y", "--timeout", value, "--json")
         refusal(
@@ -108,3 +109,8 @@ def test_a_failure_is_told_whole_whatever_arrives_meanwhile(bench: Bench, monkey
     monkeypatch.setattr(command, "error_text", interrupted)
     refusal(bench.gather(), "IncompleteError", says=["left nothing in"])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sizes_as_people_type_them() -> None:
+    sizes = {"2G": 2 * 10**9, "1.5GB": 1_500_000_000, "64 MB": 64 * 10**6, "1gib": 2**30, "512k": 512_000}
+    assert {text: GatherOptions(max_shard_size=text).max_shard_nbytes for text in sizes} == sizes

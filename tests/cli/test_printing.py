@@ -190,6 +190,9 @@ def test_unknown_options_and_commands() -> None:
         (["gather", "a", "b", "--out", "c"], "unexpected extra argument"),
         (["gather", "a", "--out", "b", "--workers", "x"], "'x' is not a valid integer"),
         (["bogus"], "No such command 'bogus'"),
+        (["gahter", "a"], "No such command 'gahter'. Did you mean 'gather'?"),
+        (["gather", "--outt", "b"], "No such option '--outt'. Did you mean '--out' or"),
+        (["layout", "dif", "a"], "No such command 'dif'. Did you mean 'diff'?"),
         (["verify"], "Missing argument 'PATH'"),
     ):
         ended = run(*arguments)

@@ -183,6 +183,7 @@ def test_casts_are_named_as_not_compared_and_are_checked_later(tmp_path: Path) -
         offer.publish(1)
         report = weights.update(timeout_seconds=10)
         assert report.unproven == {"weight": "cast from F32 to BF16"} and list(report.digests) == ["bias"]
+        assert "\nproof   1 tensor equal to the trainer's; not compared: weight" in str(report)
         served["weight"][0, 0] = 5
         with pytest.raises(ContradictionError, match="weight: engine rank 0 does not hold what it took"):
             weights.check()

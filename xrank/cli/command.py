@@ -306,7 +306,7 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
     @click.option("--log-json", is_flag=True, help="Print progress and messages as lines of JSON, on stderr.")
     @click.option("-q", "--quiet", is_flag=True, help="Print only the path.")
-    @click.option("-v", "--verbose", count=True, help="Print the plan and each file's rate; a traceback with an error.")
+    @click.option("-v", "--verbose", count=True, help="Print a traceback with an error.")
     @functools.wraps(function)
     def command(as_json: bool, log_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         context = click.get_current_context()
@@ -551,7 +551,7 @@ def sharing(command: Callable[..., None]) -> Callable[..., None]:
         metavar="SECONDS",
         envvar="XRANK_TIMEOUT",
         show_envvar=True,
-        help="How long ranks that share the work wait for a live rank to arrive; 1800 without it.",
+        help="How long ranks that share the work wait for a live rank to arrive.  [default: 1800]",
     )(command)
 
 

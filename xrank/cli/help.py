@@ -66,6 +66,12 @@ class _WithExamples(click.Command):
 class Command(_WithExamples):
     """A command whose help shows examples, and its options in sections."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = {option.name: option for option in self.params if isinstance(option, click.Option)}
+        if "out" in options and "verbose" in options:  # only what writes has a plan and rates
+            options["verbose"].help = "Print the plan and each file's rate, and a traceback with an error."
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, section by section."""
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
@@ -92,6 +98,18 @@ class CommandGroup(_WithExamples, click.Group):
     def __init__(self, *args: Any, sections: dict[str, Sequence[str]] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sections = sections
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name; the error for another word suggests names like it."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches  # only a wrong word needs it
+
+            error.possibilities = get_close_matches(args[0], self.list_commands(ctx))  # type: ignore[attr-defined]
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, section by section."""

@@ -77,6 +77,12 @@ def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 
 
+def _with_suggestion(error: click.UsageError) -> str:
+    """Return the message of an error, with the nearest name first where click sorts the likely ones."""
+    near: list[str] = getattr(error, "possibilities", None) or []
+    return f"{error.message} Did you mean {' or '.join(map(repr, near))}?" if near else error.format_message()
+
+
 def main() -> NoReturn:
     """Run the command line and leave with its exit status."""
     # If a shell closed one (2>&-), the next file opened would get its number, and prints would go into that file.
@@ -100,7 +106,7 @@ def main() -> NoReturn:
         name = command_name(error.ctx)
         output = Output(name, as_json="--json" in sys.argv[1:])
         next_step = f"xrank {name} --help".replace("  ", " ") + " lists arguments and options"
-        output.fail(UsageError(error.format_message(), want=usage, next_step=next_step))
+        output.fail(UsageError(_with_suggestion(error), want=usage, next_step=next_step))
     except click.Abort:
         sys.exit(130)
     sys.exit(0)

@@ -121,7 +121,7 @@ workers = click.option(
     metavar="N",
     envvar="XRANK_WORKERS",
     show_envvar=True,
-    help="Number of worker threads; without it, 4 or the number of cores, if that is less.",
+    help="Number of worker threads.  [default: the number of cores, at most 4]",
 )
 
 

@@ -410,7 +410,7 @@ def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Se
         foreign.about(got="; ".join(reasons))
         return foreign
     if unseen:
-        reasons.append(f"no sign of: {', '.join(unseen)}")
+        reasons.append(f"none of {', '.join(unseen)} matches")
     made = [place for place in below if _is_made_here(place)]
     return UnknownFormatError(
         f"{path} has no known format",

@@ -22,7 +22,7 @@ DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
 AdapterChoice: TypeAlias = Literal["separate", "merge"]
 
 _UNITS = {
-    "": 1, "B": 1,
+    "": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
@@ -33,7 +33,7 @@ KINDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def parse_size(text: str | int, name: str) -> int:
-    """Return the number of bytes in a text such as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number."""
+    """Return the number of bytes in a text such as ``5GB`` or ``5G`` (decimal), ``1GiB`` (binary) or a plain number."""
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
     nbytes = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
     if nbytes <= 0:

@@ -22,6 +22,7 @@ from xrank.engine.buffers import Source
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
 from xrank.engine.replicas import spread_copies
+from xrank.engine.report import align_rows
 from xrank.engine.tensor_target import TensorTarget, check_fillable
 from xrank.engine.windows import share_all
 from xrank.errors import UsageError
@@ -35,7 +36,7 @@ from xrank.readers.live.modules import FilledModule, check_materialised, count_c
 from xrank.recipes.load_plan import plan_load
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import TrainerModel
-from xrank.words import list_text
+from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -418,6 +419,23 @@ class UpdateReport(Struct, frozen=True):
     compared tensors of the engine; without ``proof=True`` none."""
     unproven: Mapping[str, str]
     """Tensor of this rank that ``proof=True`` has not compared -> the reason."""
+
+    def __str__(self) -> str:
+        """Return the report as lines for people; tensors are counted."""
+        rows = [
+            ("update", f"step {self.step}, {self.seconds:.2f} s, {self.plan_seconds:.2f} s of planning before"),
+            ("moved", f"{size_text(self.moved_nbytes)} for {size_text(self.nbytes)} that this rank holds"),
+        ]
+        if self.digests or self.unproven:
+            unproven = f"; not compared: {list_text(self.unproven, 3)}" if self.unproven else ""
+            rows.append(("proof", f"{plural(len(self.digests), 'tensor')} equal to the trainer's{unproven}"))
+        counted = ((self.whole, "taken whole by the loader"), (self.unused, "not held by this rank"))
+        rows += [
+            ("note", f"{plural(len(names), 'tensor')} {text}: {list_text(names, 3)}")
+            for names, text in counted
+            if names
+        ]
+        return align_rows(rows)
 
 
 def make_report(

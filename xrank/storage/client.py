@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import io
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -157,12 +158,20 @@ def make_fault(status: int, reason: str, code: str = "") -> FaultError:
 
 _RIGHTS, _FINISH = "check the credentials in the environment, and their rights on this bucket", "let its writer finish"
 _ERRORS: dict[FaultKind, tuple[type[XrankError], str, str]] = {
-    FaultKind.MISSING: (IncompleteError, ": there is no such object", "check the URL, or wait until it is there"),
+    FaultKind.MISSING: (
+        IncompleteError,
+        ": there is no such object",
+        "check the URL; a writer may not have made it yet",
+    ),
     FaultKind.DENIED: (UsageError, " may not be {what}", _RIGHTS),
     FaultKind.CHANGED: (ContradictionError, " changed while it was being read", f"{_FINISH}, then {AGAIN}"),
     FaultKind.EXISTS: (OutputExistsError, " exists", "give another output, or look who else writes there"),
     FaultKind.REFUSED: (UsageError, " cannot be {what}", "check the URL and the endpoint"),
 }
+
+
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+"""Codes of S3 and Azure, and Google's text."""
 
 
 def make_error(fault: FaultError, url: str, what: str, *, tries: int = 1, seconds: float = 0.0) -> XrankError:
@@ -174,6 +183,8 @@ def make_error(fault: FaultError, url: str, what: str, *, tries: int = 1, second
     again = f"check the network and the store; then {AGAIN}, which goes on from finished files"
     default = (XrankError, f" could not be {{what}}, tried {times}", again)
     kind, text, next_step = _ERRORS.get(fault.kind, default)
+    if fault.kind is FaultKind.MISSING and _NO_BUCKET.search(fault.text):
+        text, next_step = ": there is no such bucket", "check the bucket's name in the URL, the endpoint and the region"
     return kind(url + text.format(what=what), file=url, got=fault.text, next_step=next_step)
 
 

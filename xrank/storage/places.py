@@ -197,7 +197,7 @@ def object_status(url: str) -> ObjectStatus:
     """Return the size and the version of an object; IncompleteError without one."""
     found = _status(url)
     if found is None:
-        next_step = "check the URL, or wait until it is there"
+        next_step = "check the URL; a writer may not have made it yet"
         raise IncompleteError(f"{url}: there is no such object", file=url, next_step=next_step)
     return found
 
