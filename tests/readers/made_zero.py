@@ -306,8 +306,16 @@ def _adam(flats: Sequence[torch.Tensor], how: Zero) -> dict[str, Any]:
             number: {"step": torch.tensor(float(how.step)), "exp_avg": flat * 0.1, "exp_avg_sq": flat * flat}
             for number, flat in enumerate(flats)
         },
-        "param_groups": [{"lr": 0.01 / how.step, "betas": (0.9, 0.999), "params": [n]} for n in range(len(flats))],
+        "param_groups": param_groups(len(flats), how),
     }
+
+
+def param_groups(count: int, how: Zero) -> list[dict[str, Any]]:
+    """Return the options of a group for each flat tensor."""
+    return [
+        {"lr": 0.01 / how.step, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1 * n, "params": [n]}
+        for n in range(count)
+    ]
 
 
 def write_universal(folder: Path, model: MadeModel, how: Zero) -> None:
@@ -324,8 +332,17 @@ def write_universal(folder: Path, model: MadeModel, how: Zero) -> None:
         # The script also rounds to fp32 what no optimizer has.
         rounded = {**model.buffers, **model.frozen, **{a: entries[o].bfloat16() for a, o in model.shared.items()}}
         entries |= {name: tensor.float() for name, tensor in rounded.items()}
+    step = torch.tensor(float(how.step))
     for name, tensor in entries.items():
         (place / "zero" / name).mkdir(parents=True)
-        for kind, value in (("fp32", tensor), ("exp_avg", tensor * 0.1)):
+        for kind, value in (("fp32", tensor), ("exp_avg", tensor * 0.1), ("exp_avg_sq", tensor * tensor)):
             content = value.flatten() if how.stage == 3 else {"param": value.clone(), "cat_dim": 0}
             torch.save(content, place / "zero" / name / f"{kind}.pt")
+        if how.stage < 3 and name in model.trained:
+            torch.save(step, place / "zero" / name / "step.pt")
+    options = param_groups(len(groups), how)
+    moments = {"state": {n: {"step": step, "exp_avg": step, "exp_avg_sq": step} for n in range(len(groups))}}
+    inner = {"optimizer_state_dict": {**moments, "param_groups": options}} if how.stage == 3 else {}
+    with deepspeed_classes():
+        saved = {**inner, "zero_stage": ZeroStageEnum(how.stage), "param_groups": options}
+        torch.save(saved, place / "zero" / "optimizer_state.pt")

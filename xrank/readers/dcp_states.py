@@ -6,7 +6,6 @@ that lead to it. Options are ``param_groups.0.lr``; flattened, which torchtitan 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from msgspec import Struct
 
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import DcpMetadata
-from xrank.formats.torch_archive import read_archive, read_archive_in
+from xrank.formats.torch_archive import read_archive_in
 from xrank.layout.training_state import LeftOut, ParameterGroup, TrainingState, state_name
 from xrank.readers.adam_states import (
     STEP,
@@ -29,7 +28,6 @@ from xrank.readers.adam_states import (
 )
 from xrank.readers.base import Hints
 from xrank.readers.dcp import MODEL_FOLDER, DcpReader, locate, read_folder
-from xrank.readers.records import read_start
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
@@ -48,11 +46,9 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
     model, part = DcpReader().read_part(path, metadata, hints)
     own, folder = {*part.tensors.values(), *part.values.values()}, path
     left_out = [LeftOut(name, "a value beside the model's tensors") for name in part.values.values()]
-    around = os.path.dirname(places.absolute(path))
-    is_beside = MODEL_FOLDER.fullmatch(os.path.basename(places.absolute(path))) is not None
-    if is_beside:
-        name = os.path.basename(places.absolute(path)).replace("pytorch_model_fsdp", "optimizer")
-        folder, own = os.path.join(os.path.dirname(path.rstrip(os.sep)), name), set()
+    around, name = os.path.split(places.absolute(path))
+    if MODEL_FOLDER.fullmatch(name):
+        folder, own = os.path.join(around, name.replace("pytorch_model_fsdp", "optimizer")), set()
         if not places.is_folder(folder):
             want, step = "the optimizer's folder beside the model's", "copy it from where it was saved"
             raise Origin(folder).incomplete("is missing", list_text(places.list_names(around)), want, step)
@@ -80,8 +76,6 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
     objects = {flat: problem for flat in others if flat in plain and (problem := why_not_plain(plain[flat]))}
     left_out += [LeftOut(flat, problem) for flat, problem in objects.items()]
     values = _nest({_keys(metadata, flat): plain[flat] for flat in others if flat in plain and flat not in objects})
-    if is_beside:
-        _read_beside(around, max(steps.values(), default=0), values, left_out)
     return make_training_state(
         add_shards(model, pieces.files, pieces.records, [s for s in pieces.shards if s.name not in numbers]),
         states,
@@ -210,32 +204,3 @@ def _make_groups(options: Mapping[tuple[str | int, ...], Any], origin: Origin) -
     for parameter, group in own.items():
         alike.setdefault(repr(sorted(group.items())), ([], group))[0].append(parameter)
     return [make_group(names, group, origin) for names, group in alike.values()]
-
-
-def _read_beside(folder: str, step: float, values: dict[str, Any], left_out: list[LeftOut]) -> None:
-    """Add the values in the files that accelerate and transformers' Trainer write beside the two folders."""
-    for name in sorted(places.list_names(folder)):
-        path = os.path.join(folder, name)
-        if name in ("scheduler.pt", "scheduler.bin", "scaler.pt"):
-            value, key = read_archive(path).value, "scaler" if name == "scaler.pt" else "lr_scheduler"
-            if (problem := why_not_plain(value)) is None:
-                values[key] = value
-            else:
-                left_out.append(LeftOut(name, problem, path))
-        elif name == "trainer_state.json":
-            try:
-                steps = json.loads(read_start(path, 1 << 26)).get("global_step")
-            except (ValueError, AttributeError, RecursionError) as error:
-                raise Origin(path).corrupt("is not a trainer's state", quote(str(error)), "a JSON object") from None
-            # A loss scaler skips steps, which the trainer counts.
-            if isinstance(steps, int) and (step > steps or (step < steps and "scaler.pt" not in values)):
-                raise Origin(path).contradiction(
-                    "belongs to another step than the optimizer", f"global_step {steps}", f"{step:.0f} steps of Adam"
-                )
-            values["global_steps"] = steps
-            left_out.append(LeftOut(name, "the trainer's log and counters", path))
-        elif places.is_file(path) and name.startswith(("rng_state", "random_states", "sampler", "dl_state_dict")):
-            why = "random states of ranks" if name.startswith("r") else "positions of the ranks' data loaders"
-            left_out.append(LeftOut(name, why, path))
-        elif places.is_file(path) and name.startswith("custom_checkpoint"):
-            left_out.append(LeftOut(name, "an object of the training script", path))

@@ -292,6 +292,7 @@ class Records:
         self.bare: list[str] = []
         """Paths of torch files written without checksums."""
         self._foreign: dict[str, Mapping[tuple[str, str], int]] = {}
+        self._indexes: dict[str, Callable[[str], int]] = {}
         self._file, self._offset, self._nbytes, self._crc32 = (array("q") for _ in range(4))
 
     def add_records(self, archive: TorchArchive, keys: Collection[str]) -> int:
@@ -316,7 +317,12 @@ class Records:
         return len(self.files) - 1
 
     def add_archive(self, archive: TorchArchive) -> Callable[[str], int]:
-        """Add a file; return a function that gives the index of the record with a key, and adds it at first use."""
+        """Add a file; return a function that gives the index of the record with a key, and adds it at first use.
+
+        A file that was added before gives the same function.
+        """
+        if archive.path in self._indexes:
+            return self._indexes[archive.path]
         number = self._add_file(archive)
         known: dict[str, int] = {}
 
@@ -327,6 +333,7 @@ class Records:
                 known[key] = self._add(number, record.offset, record.nbytes, crc32)
             return known[key]
 
+        self._indexes[archive.path] = index
         return index
 
     def add_safetensors(self, header: SafetensorsHeader) -> Callable[[str], int]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
-from xrank.layout.training_state import TrainingState
+from msgspec.structs import replace
+
+from xrank.formats.torch_archive import read_archive
+from xrank.layout.training_state import LeftOut, TrainingState
+from xrank.readers.adam_states import why_not_plain
 from xrank.readers.base import Hints
+from xrank.readers.dcp import MODEL_FOLDER
 from xrank.readers.dcp_states import read_dcp_state
+from xrank.readers.deepspeed.states import read_deepspeed_state
 from xrank.readers.discovery import find_source
+from xrank.readers.records import read_object
+from xrank.storage import places
 from xrank.storage.regular_file import Origin
 
-_READERS: Mapping[str, Callable[[str, Hints], TrainingState]] = {"dcp": read_dcp_state}
+_READERS: Mapping[str, Callable[[str, Hints], TrainingState]] = {
+    "dcp": read_dcp_state,
+    "deepspeed": read_deepspeed_state,
+}
 """Format -> function that reads its training states."""
 
 
@@ -44,10 +56,48 @@ def read_training_state(path: str, *, part: str | None = None) -> TrainingState:
     place = find_source(path)
     for where, reader in ((place.path, place.reader), *place.others):
         if reader.name in _READERS:
-            return _READERS[reader.name](where, Hints(part=part))
+            state = _READERS[reader.name](where, Hints(part=part))
+            around, name = os.path.split(places.absolute(where))
+            return _add_files(state, around if MODEL_FOLDER.fullmatch(name) else where)
     raise Origin(place.path).usage(
         "holds no training state that is converted",
         f"the format {place.reader.name}",
         f"one of {', '.join(_READERS)}",
         "give the checkpoint of the trainer itself, with the optimizer's state",
     )
+
+
+_FILES = {
+    "rng_state": "random states of ranks",
+    "random_states": "random states of ranks",
+    "sampler": "positions of data loaders",
+    "dl_state_dict": "positions of data loaders",
+    "custom_checkpoint": "an object of the training script",
+    "trainer_state.json": "the trainer's log and counters",
+}
+"""How the name of a file of accelerate or transformers' Trainer begins -> what it is."""
+_VALUES = {"scheduler.pt": "lr_scheduler", "scheduler.bin": "lr_scheduler", "scaler.pt": "scaler"}
+_MAX_LOG_NBYTES = 1 << 26
+
+
+def _add_files(state: TrainingState, folder: str) -> TrainingState:
+    """Return a state with what accelerate and transformers' Trainer write beside the model and the optimizer."""
+    values, left_out = dict(state.values), [*state.left_out]
+    for name in sorted(places.list_names(folder)):
+        path = os.path.join(folder, name)
+        why = next((why for start, why in _FILES.items() if name.startswith(start)), None)
+        if name in _VALUES:
+            value = read_archive(path).value
+            why = why_not_plain(value)
+            values |= {} if why else {_VALUES[name]: value}
+        if why and places.is_file(path):
+            left_out.append(LeftOut(name, why, path))
+    path = os.path.join(folder, "trainer_state.json")
+    steps, done = read_object(path, _MAX_LOG_NBYTES).get("global_step"), max(state.steps.values())
+    if type(steps) is int:
+        values["global_steps"] = steps
+        # Trainers count the steps that a loss scaler skips.
+        if done > steps or (done < steps and "scaler" not in values and not values.get("skipped_steps")):
+            problem, want = "belongs to another step than the optimizer", f"{done:.0f} steps of Adam"
+            raise Origin(path).contradiction(problem, f"global_step {steps}", want)
+    return replace(state, values=values, left_out=tuple(left_out))

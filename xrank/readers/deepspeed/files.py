@@ -414,7 +414,7 @@ class ModelState(Struct, frozen=True):
 
 
 class Partition(Struct, frozen=True):
-    """Content of a ``*_optim_states.pt``, without the moments."""
+    """Content of a ``*_optim_states.pt``."""
 
     origin: Origin
     archive: TorchArchive
@@ -434,6 +434,8 @@ class Partition(Struct, frozen=True):
     """For each group: (start, elements) in this partition of every parameter with a part in it."""
     facts: Mapping[str, object]
     """Values that are equal in all files of one save."""
+    base: object
+    """State of the wrapped optimizer: its moments by group, or in stage 3 by sub-group."""
     is_lost: bool = False
     """Whether it stands for a lost file, whose content is as that of another rank's but for the weights."""
 
@@ -572,7 +574,13 @@ def read_partition(path: str, rank: int, families: PickleFamilies | None = None)
         else tuple(_numbers(group, _ALIGNMENTS, origin) for group in _check_list(alignments, _ALIGNMENTS, origin)),
         slices=tuple(_slices(group, origin) for group in _check_list(slices, _SLICES, origin)) if slices else None,
         facts=dict(_partition_facts(state, optimizer, archive)),
+        base=_base_of(optimizer),
     )
+
+
+def _base_of(optimizer: Mapping[str, object]) -> object:
+    # Adam's state has one key in stages 1 and 2 and another in stage 3.
+    return optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
 
 
 def _check_list(value: object, what: str, origin: Origin) -> Sequence[object]:
@@ -622,8 +630,7 @@ def _partition_facts(
 ) -> Iterator[tuple[str, object]]:
     yield from flatten_facts({key: optimizer[key] for key in _OPTIMIZER_FACTS if key in optimizer}, archive)
     yield from _config_facts(state, archive)
-    # Adam's state has one key in stages 1 and 2 and another in stage 3.
-    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    inner = _base_of(optimizer)
     per_group: object = inner
     if isinstance(inner, dict):
         per_group = inner.get("state")

@@ -461,8 +461,10 @@ def _absent_stage(files: CheckpointFiles, stage: int, kind: str) -> IncompleteEr
 _CONVERT = "run ds_to_universal.py again"
 
 
-def _locate_universal(folder: str, name: str, shape: Shape, records: Records, *, is_sliced: bool) -> StoredShard:
-    """Return a trained tensor; the shapes of tensor-parallel slices do not determine the whole."""
+def locate_universal(
+    folder: str, name: str, shape: Shape, records: Records, *, is_sliced: bool, kind: str = "fp32"
+) -> StoredShard:
+    """Return a trained tensor, or one of its moments; the shapes of slices do not determine the whole."""
     if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
         raise UnsafeError(
             f"{folder}: a parameter's name is not the name of a folder: {quote(name)}",
@@ -472,10 +474,10 @@ def _locate_universal(folder: str, name: str, shape: Shape, records: Records, *,
             want="a name without / in it",
             next_step="do not use this checkpoint: it was tampered with",
         )
-    path = os.path.join(folder, "zero", name, "fp32.pt")
+    path = os.path.join(folder, "zero", name, f"{kind}.pt")
     if not places.is_present(path):
         step = f"{_CONVERT}, or copy the folder again from where it was made"
-        raise Subject(name, None, path).incomplete(f"{path} is missing", None, "the parameter's fp32 weights", step)
+        raise Subject(name, None, path).incomplete(f"{path} is missing", None, f"the parameter's {kind}", step)
     archive, origin = read_archive(path), Origin(path)
     value = archive.value
     entry: Mapping[object, object] = value if isinstance(value, dict) else {"param": value}
@@ -483,8 +485,8 @@ def _locate_universal(folder: str, name: str, shape: Shape, records: Records, *,
     if isinstance(tensor, InertRecord):
         raise inert_error(tensor, origin)
     # torch calls an archive by its file's name, or "archive" if it was saved into a stream.
-    if archive.name not in ("fp32", "archive"):
-        got, want = f"a file saved as {quote(archive.name)}", "a file saved as fp32.pt"
+    if archive.name not in (kind, "archive"):
+        got, want = f"a file saved as {quote(archive.name)}", f"a file saved as {kind}.pt"
         raise origin.contradiction("is another file, renamed or copied", got, want, _CONVERT, tensor=name)
     if not isinstance(tensor, ArchivedTensor):
         raise origin.corrupt("contains no tensor", type(tensor).__name__, "a tensor, or a dict with param")
@@ -589,8 +591,14 @@ class DeepSpeedReader:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         files = list_files(resolve_folder(path))
         records = Records()
-        content = _read_content(files, records, hints.faults)
-        shards, aliases, absent = assemble(content.modules, content.trained, hints.faults)
+        content = read_content(files, records, hints.faults)
+        return self.describe(path, files, content, records, hints.faults)
+
+    def describe(
+        self, path: str, files: CheckpointFiles, content: Content, records: Records, faults: Faults = RAISING
+    ) -> StoredModel:
+        """Return the model of a checkpoint's content; the records may be of more tensors."""
+        shards, aliases, absent = assemble(content.modules, content.trained, faults)
         facts, partitions = content.modules.state.facts, content.partitions
         step, world_size = (facts.get(key) for key in ("global_steps", "dp_world_size"))
         num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
@@ -600,7 +608,7 @@ class DeepSpeedReader:
             format=self.name,
             path=path,
             files=tuple(records.files),
-            records=records.table(hints.faults.files),
+            records=records.table(faults.files),
             shards=shards,
             aliases=aliases,
             world_size=None if num_ranks is None else num_ranks * content.num_stages,
@@ -615,7 +623,8 @@ class DeepSpeedReader:
         )
 
 
-def _read_content(files: CheckpointFiles, records: Records, faults: Faults) -> Content:
+def read_content(files: CheckpointFiles, records: Records, faults: Faults = RAISING) -> Content:
+    """Return the tensors of a checkpoint, and add their files and records."""
     agreement = Agreement()
     if files.is_universal:
         if files.partitions:
@@ -635,7 +644,7 @@ def _read_content(files: CheckpointFiles, records: Records, faults: Faults) -> C
         for name, shape in shapes.items():
             path = os.path.join(files.folder, "zero", name, "fp32.pt")
             with faults.losing(path):
-                trained[name] = _locate_universal(files.folder, name, shape, records, is_sliced=is_sliced)
+                trained[name] = locate_universal(files.folder, name, shape, records, is_sliced=is_sliced)
             if path in faults.files:
                 lost = HeldTensor(0, path, records.add_lost(path), "F32", shape, row_major(shape), 0)
                 trained[name] = pieces_of(name, [lost], shape, [whole(shape)])
