@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from xrank.errors import NoSpaceError, UsageError
+from xrank.errors import NoSpaceError, UsageError, XrankError
 from xrank.system import free_nbytes
 
 if TYPE_CHECKING:
@@ -126,12 +126,18 @@ def explain_size_limit(what: str, nbytes: int) -> Iterator[None]:
 def explain_no_memory(
     what: str, nbytes: int, next_step: str, *, rank: int | None = None, besides: str = ""
 ) -> Iterator[None]:
-    """Turn a lack of memory, also for a file in memory, into a NoSpaceError with the needed and the free bytes."""
+    """Turn a lack of memory, also for a file in memory, into a NoSpaceError with the needed and the free bytes.
+
+    Another failure of a file in memory, as of the swap below it, becomes an XrankError.
+    """
     try:
         yield
     except (MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-            raise
+            if error.filename is not None or error.errno == errno.EFBIG:
+                raise
+            problem = f"{what} cannot be put into memory: {error.strerror}"
+            raise XrankError(problem, rank=rank, next_step="check this host's memory and swap") from error
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         raise NoSpaceError(
             f"not enough memory for {what}",
