@@ -87,10 +87,13 @@ def test_a_second_build_in_another_place_and_year_is_the_same(dist: Path, wheel:
 def test_the_contents_of_the_wheel(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (info,) = {name.split("/")[0] for name in names} - {"xrank"}
+        info, data = sorted({name.split("/")[0] for name in names} - {"xrank"}, reverse=True)
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
         entry_points = archive.read(f"{info}/entry_points.txt").decode()
+        page = archive.read(f"{data}/data/share/man/man1/xrank-gather.1").decode()
     assert info.endswith(".dist-info")
+    assert "\n\\fB\\-o,\\fP \\-\\-out DIR\n" in page and ".B xrank gather checkpoint-2000 -o model" in page
+    assert f"{data}/data/share/man/man1/xrank-layout-show.1" in names
     of_package = {name for name in names if name.startswith("xrank/")}
     tracked = set(run("git", "ls-files", "xrank", "--cached", "--others", "--exclude-standard", cwd=ROOT).split())
     assert of_package == tracked and "xrank/py.typed" in of_package and "xrank/recipes/megatron-llama.toml" in tracked
