@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all soak faults oracle corpus lint house package matrix docs bench clean
+.PHONY: help demo test test-all soak faults oracle corpus lint house package matrix docs bench clean figures release
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
@@ -35,6 +35,8 @@ help:
 	@echo '             make matrix PYTHONS=3.12 TORCHES=none takes a part; other options go to pytest by ARGS'
 	@echo 'make docs    builds the site of the docs in build/docs, in $(DOCS_VENV); a broken link fails it'
 	@echo 'make bench   times a gather'
+	@echo 'make figures lists the figures of README and docs that are older than the code that they measure'
+	@echo 'make release VERSION=0.1.0 checks, tags and builds a release, and prints what to upload'
 	@echo 'make clean   removes what the demo made'
 	@echo 'The first of them makes the virtual environment $(VENV) with $(PYTHON).'
 
@@ -106,6 +108,12 @@ package: $(VENV)/.ready
 	$(call run,uv tool run twine check --strict dist/*.whl dist/*.tar.gz)
 	$(call run,uv tool run check-wheel-contents dist/*.whl)
 	$(VENV)/bin/python -m pytest tests/test_wheel.py $(ARGS)
+
+figures: $(VENV)/.ready
+	$(VENV)/bin/python -m benchmarks.figures
+
+release: $(VENV)/.ready
+	.ci/release $(VERSION)
 
 PYTHONS ?= 3.11 3.12 3.13 3.14
 TORCHES ?= none 2.10.* newest
