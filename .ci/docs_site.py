@@ -17,9 +17,10 @@ from mkdocs.structure.files import File, Files
 
 from xrank.cli.main import cli
 from xrank.pictures.picture import ACCENT
+from xrank.version import __version__
 
 _PACKAGES = ("xrank", "xrank.layout", "xrank.errors", "xrank.gradients", "xrank.distribution", "xrank.virtual")
-_WIDTH = 96
+_WIDTH = 80
 _LOOK = f"""
 [data-md-color-scheme="default"] {{ --md-accent-fg-color: {ACCENT}; --md-typeset-a-color: {ACCENT} }}
 [data-md-color-scheme="slate"] {{ --md-accent-fg-color: #56b4e9; --md-typeset-a-color: #56b4e9 }}
@@ -28,14 +29,38 @@ _LOOK = f"""
 .md-typeset .xrank figure {{ margin: 0; text-align: left }}
 .md-typeset .xrank figcaption {{ font-style: normal; margin: 0 0 .2em; max-width: none }}
 .md-typeset .xrank {{ margin: 1em 0 2em }}
+.md-typeset .highlight:not(.language-text) pre > code {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+.md-typeset pre > code, .md-typeset__scrollwrap {{ scrollbar-width: thin; scrollbar-color: #8c959f transparent }}
+.md-typeset .doors {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1em }}
+.md-typeset .doors > a {{ border: 1px solid #8c959f80; border-radius: .4em; padding: .8em 1em; color: inherit }}
+.md-typeset .doors b {{ display: block; color: var(--md-typeset-a-color) }}
 """
-"""Colours of xrank's own pages, and room for blocks of 100 columns."""
+"""Colours of xrank's own pages, room for blocks of 100 columns, code that wraps, and the three doors of the home."""
+_DOORS = """
+<div class="doors">
+<a href="from-accelerate.html"><b>A checkpoint on disk</b>Merge it, quantize it, cut it for other ranks, or see what a
+crash has left.</a>
+<a href="live-models.html"><b>A model in ranks' memory</b>Export, load or iterate over it; no rank ever holds all of
+it.</a>
+<a href="refit.html"><b>A trainer and an engine</b>Each step's weights straight into vLLM, SGLang or your own
+engine.</a>
+</div>
+"""
+_HOME = "\n![Four ranks become one folder](pictures/gather.svg)\n"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version below each page."""
+    config.copyright = f"xrank {__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     readme = (Path(config.config_file_path).parent / "README.md").read_text()
-    made = {"index.md": readme.replace("](docs/", "]("), "commands.md": _commands(), "reference.md": _reference()}
+    home = readme.replace("](docs/", "](").replace(_HOME, _HOME + _DOORS)
+    assert _DOORS in home
+    made = {"index.md": home, "commands.md": _commands(), "reference.md": _reference()}
     made["assets/xrank.css"] = _LOOK
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
