@@ -158,6 +158,7 @@ _USE, _NUMBER = range(2)
 _FREE, _TAKEN, _LENT, _ABANDONED = range(4)
 _NO_MESSAGE = 0
 _MIN_NBYTES = 128 << 10
+_NEXT_STEP = "free memory on this host, or give workspace_path"
 _SMALL_NBYTES = 4 << 20
 """Up to this size a plain copy costs less than creating the tensor that torch copies to with all its threads."""
 _HUGE_NBYTES = 4 << 20
@@ -175,7 +176,8 @@ class Arena:
         self._num_messages = 0
         self._file = MemoryFile()
         try:
-            os.ftruncate(self._file.fd, total)
+            with explain_no_memory("the message", total, _NEXT_STEP):
+                os.ftruncate(self._file.fd, total)
             self.place: MemoryPlace = self._file.seal(writable=True)
             self.description = self.place.to_json()
             self._whole: torch.Tensor | None = None
@@ -229,7 +231,7 @@ class Arena:
             self._written = end
 
     def _write_fresh(self, position: int, data: memoryview) -> None:
-        with explain_no_memory("the message", len(data), "free memory on this host, or give workspace_path"):
+        with explain_no_memory("the message", len(data), _NEXT_STEP):
             while data:
                 n = os.pwrite(self._file.fd, data, position)
                 data, position = data[n:], position + n
