@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.oracle.train_deepspeed import CASES
+from tests.readers.stored_tensors import read_moments
+from xrank.readers.training_states import read_training_state
 
 # Importing DeepSpeed and starting ranks takes most of it.
 pytestmark = pytest.mark.timeout(300)
@@ -143,6 +145,42 @@ def test_of_dealt_parameters_the_script_itself_makes_others(of_three, tmp_path):
     command = [sys.executable, "-m", "xrank", "gather", str(source), "--out", str(tmp_path / "model")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "mixes up the parameters" in ended.stderr, ended.stderr
+
+
+def assert_moments(source: Path, folder: Path) -> None:
+    """Check moments, masters, steps and options against those of the ranks."""
+    want = torch.load(folder / "moments.pt")
+    state = read_training_state(str(source))
+    moments = read_moments(state)
+    assert sorted(moments) == sorted(want["states"])
+    for name, own in want["states"].items():
+        assert_same(moments[name], own)
+    assert state.steps == dict.fromkeys(want["states"], 2)
+    options = {name: dict(group.options) for group in state.groups for name in group.parameters}
+    assert options == {name: own for names, own in want["groups"] for name in names}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("zero0", "zero2-round-robin")])
+def test_the_moments_are_those_of_the_ranks(of_three, case):
+    assert_moments(of_three / case, of_three / case)
+
+
+@pytest.mark.parametrize("case", ["zero2-bf16", "zero3-bf16"])
+def test_the_moments_of_four_ranks(of_four, case):
+    assert_moments(of_four / case, of_four / case)
+
+
+@pytest.mark.parametrize("case", UNIVERSAL)
+def test_the_moments_in_universal_checkpoints(of_three, tmp_path, case):
+    assert_moments(made_universal(of_three / case, tmp_path), of_three / case)
+
+
+def test_the_moments_of_dealt_parameters_are_cut_as_their_weights(of_three):
+    """Each moment belongs to the weight beside it: Adam's first moment has the sign of what the last steps took."""
+    state = read_training_state(str(of_three / "zero2-round-robin"))
+    moments, want = read_moments(state), torch.load(of_three / "zero2-round-robin" / "expected.pt")
+    assert all(torch.equal(moments[name]["fp32_param"], want[name]) for name in moments)
+    assert all(bool((own["exp_avg_sq"] > 0).any()) for own in moments.values()) and len(moments) == 5
 
 
 def test_a_cast_while_copying(of_three, tmp_path):

@@ -2,13 +2,16 @@
 
     torchrun --nproc-per-node 3 tests/oracle/train_deepspeed.py FOLDER CASE...
 
-Beside each checkpoint lies ``expected.pt``: the whole weights, as the ranks themselves put them together.
+Beside each checkpoint lies ``expected.pt``: the whole weights, as the ranks themselves put them together, and
+``moments.pt`` with the optimizer's moments and options, likewise.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 CASES: dict[str, dict[str, Any]] = {
     "zero1-bf16-optimizer": {"stage": 1, "kind": "bf16", "grad_accum_dtype": "fp32"},
@@ -68,6 +71,7 @@ def train(folder: Path, stage: int, kind: str | None, num_groups: int = 2, **opt
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    given = [[*group["params"]] for group in groups] if num_groups == 2 else [trained]
     optimizer = torch.optim.AdamW(groups if num_groups == 2 else trained, lr=1e-2)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -94,10 +98,31 @@ def train(folder: Path, stage: int, kind: str | None, num_groups: int = 2, **opt
         else:
             with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
                 expected[name] = parameter.detach().clone()
+    moments = {} if options.get("round_robin_gradients") else _moments(engine, stage)
     expected |= {name: getattr(engine.module, name).clone() for name in ("table", "count")}
     if dist.get_rank() == 0:
         torch.save(expected, folder / "expected.pt")
+        torch.save({"states": moments, "groups": named_groups(given, engine)}, folder / "moments.pt")
     dist.barrier()
+
+
+def _moments(engine: Any, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the moments of each trained parameter, with its fp32 weights."""
+    if stage in (1, 2):  # DeepSpeed links moments after the first group's step, before others have any
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad and stage]
+    get = {"fp32_param": safe_get_full_fp32_param}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        get[kind] = functools.partial(safe_get_full_optimizer_state, optim_state_key=kind)
+    return {name: {kind: make(p).detach().clone() for kind, make in get.items()} for name, p in named}
+
+
+def named_groups(groups: Sequence[Any], engine: Any) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return the parameters of each group, as they were given to the optimizer, and its options now."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    options = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    return [([names[id(p)] for p in own], each) for own, each in zip(groups, options, strict=True)]
 
 
 def _dealt(engine: Any) -> dict[str, torch.Tensor]:

@@ -96,7 +96,7 @@ def _arguments(cell: Cell, folder: Path) -> TrainingArguments:
     )
 
 
-def _allow_fsdp_on_cpu() -> None:
+def allow_fsdp_on_cpu() -> None:
     """Let accelerate shard on a CPU as it does on a GPU: it passes over FSDP where ranks have no accelerator."""
     begin = AcceleratorState.__init__
 
@@ -228,7 +228,7 @@ def main(root: str, *names: str) -> None:
     transformers.logging.disable_progress_bar()
     # Else DeepSpeed compiles an operator, for a minute.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    _allow_fsdp_on_cpu()
+    allow_fsdp_on_cpu()
     for name in names:
         begin = time.monotonic()
         faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)  # ranks that wait for each other end
