@@ -103,9 +103,31 @@ class TestChoice:
         leave(bench.workspace)
         refusal(bench, UsageError, "holds no adapter", **options)
 
+    @pytest.mark.parametrize("is_alone", [False, True])
+    def test_both(self, bench: Bench, is_alone: bool) -> None:
+        """The model is that of a merge, and the folder in it that of an adapter kept apart."""
+        model, _ = leave_adapted(bench.workspace)
+        options: dict[str, Any] = {}
+        if is_alone:
+            gather_checkpoint(bench.workspace, bench.folder / "base", **SEPARATE)
+            shutil.move(bench.folder / "base/adapter", bench.folder / "source")
+            options = {"base_model": bench.folder / "base"}
+        source = bench.folder / "source" if is_alone else bench.workspace
+        for choice in ("separate", "merge", "both"):
+            gather_checkpoint(source, bench.folder / choice, adapter=choice, **options)
+        kept = bench.folder / "separate" / ("" if is_alone else "adapter")
+        assert_holds(bench.folder / "both", model_in(bench.folder / "merge"))
+        assert model_in(bench.folder / "both").keys() == model.keys()
+        assert_holds(bench.folder / "both/adapter", model_in(kept))
+        config = "adapter_config.json"
+        assert (bench.folder / "both/adapter" / config).read_text() == (kept / config).read_text()
+        assert verify_model(bench.folder / "both").ok
+        if not is_alone:
+            assert verify_model(bench.workspace, against=bench.folder / "both").ok
+
     def test_words_that_are_none(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
-        bench.refused("UsageError", "--adapter", "keep", says=["separate, merge"])
+        bench.refused("UsageError", "--adapter", "keep", says=["separate, merge, both"])
         bench.refused("UsageError", "--adapter-config", "file", says=["cannot be read: No such file"])
 
     @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def _list_schemes() -> list[str]:
 )
 @click.option(
     "--adapter",
-    metavar="separate|merge",
-    shell_complete=options.completing(lambda: ("separate", "merge")),
-    help="Write LoRA adapters as a PEFT folder, or merge them into the model.  [default: separate]",
+    metavar="separate|merge|both",
+    shell_complete=options.completing(lambda: ("separate", "merge", "both")),
+    help="Write LoRA adapters as a PEFT folder, merge them into the model, or both.  [default: separate]",
 )
 @click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC lacks one.")
 @click.option(

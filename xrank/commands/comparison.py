@@ -231,8 +231,9 @@ class ComparedSide(Struct, frozen=True, eq=False, dict=True):
 
     @property
     def has_adapter_apart(self) -> bool:
-        """Whether the folder has an adapter in a folder within."""
-        return places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
+        """Whether the folder has an adapter in a folder within, which is not merged into the model, too."""
+        is_there = places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
+        return is_there and not self.manifest.get("merged")
 
     def with_model(self, model: StoredModel) -> ComparedSide:
         """Return the side with another model."""
@@ -324,7 +325,7 @@ def _manifest(place: str) -> Mapping[str, Any]:
 def _find_names(side: ComparedSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
     """Return a side with its adapter's names, and with the adapter in a folder within."""
     is_listed = any(file["name"] == _APART for file in side.manifest.get("files", ()))
-    if is_listed or (side.has_adapter_apart and other_has_one):
+    if side.has_adapter_apart and (is_listed or other_has_one):
         found = replace(_with_adapter(side), place=os.path.join(side.place, FOLDER))
     else:
         found = replace(side, names=find_adapter(list(side.shards), side.model.path, own))

@@ -148,7 +148,7 @@ def export_model(
             leaves it out. The function must be the same on all ranks. Every rank first calls it with meta tensors to
             learn names, shapes and dtypes; then one rank calls it for each tensor.
         adapter: ``"separate"`` writes LoRA adapters as a PEFT folder beside the model, ``"merge"`` adds them to it;
-            None: ``"separate"``. A `PeftModel` brings their configuration.
+            ``"both"`` does both; None: ``"separate"``. A `PeftModel` brings their configuration.
         quantize: write matrices quantized, as `xrank.gather_checkpoint`; so are `quantize_ignore` and `dialect`. Ranks
             read each other's parts, band by band: none holds a whole tensor.
         quantize_ignore: modules that stay as they are.

@@ -162,7 +162,7 @@ def gather_checkpoint(
         workers: number of threads; None: ``min(4, cores)``.
         replicas: ``"verify"`` refuses replicas that differ, ``"pick"`` takes the lowest rank's.
         adapter: ``"separate"`` writes LoRA adapters as a PEFT folder, ``"merge"`` adds them to the model, which
-            for an adapter alone is the base model; None: ``"separate"``.
+            for an adapter alone is the base model; ``"both"`` does both; None: ``"separate"``.
         adapter_config: PEFT's ``adapter_config.json``, if the source lacks one.
         quantize: write the model's matrices quantized, by a scheme that needs no calibration: ``"FP8_DYNAMIC"``,
             ``"FP8_BLOCK"``, ``"W8A8"``, ``"W8A16"``, ``"W4A16"``, ``"NVFP4A16"``, ``"MXFP4A16"``, ``"MXFP8"``, bit for

@@ -65,7 +65,8 @@ def iter_model(
         dtype: element type of floating-point tensors; ``"base"`` is not possible.
         transform: called by the iterating thread, on each rank that takes tensors.
         adapter: ``"separate"`` yields the base model's tensors, then those of LoRA adapters under the names in PEFT's
-            files, such as ``base_model.model.<module>.lora_A.weight``; ``"merge"`` yields the sums; None: separate.
+            files, such as ``base_model.model.<module>.lora_A.weight``; ``"merge"`` yields the sums, ``"both"`` the
+            sums and then the adapters; None: separate.
         quantize: yield quantized tensors, codes, then scales and constants, as `xrank.gather_checkpoint` writes them;
             so are `quantize_ignore` and `dialect`.
         quantize_ignore: modules that stay as they are.

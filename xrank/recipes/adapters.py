@@ -256,8 +256,10 @@ def adapt(
             raise UsageError(problem, file=source.path, got=got, next_step=step)
         return None
     shapes = {shard.name: shard.shape for shard in source.shards}
-    if options.adapter == "merge":
-        return _merge(source, names, config or find_config(options.adapter_config, place, names, shapes))
+    if options.adapter in ("merge", "both"):
+        config = config or find_config(options.adapter_config, place, names, shapes)
+        merged = _merge(source, names, config)
+        return merged if options.adapter == "merge" else _add_folder(merged, _separate(source, names, config), config)
     if not names.is_alone:
         _check_bases(source, names)
     adapted = _separate(source, names, config or search_config(options.adapter_config, place, names, shapes))
@@ -394,6 +396,20 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
         trained=frozenset(names.trained),
         notes=tuple(notes),
         renamed=renamed,
+    )
+
+
+def _add_folder(merged: Adapted, apart: Adapted, config: AdapterConfig) -> Adapted:
+    """Return a merged model with the adapter's folder in it; the folder is for the base model, as it was trained."""
+    own = tuple(shard for shard in apart.source.shards if shard.name in apart.own)
+    text = f"{apart.folder} has the adapter for its base model; the model here already contains it"
+    return replace(
+        merged,
+        source=replace(merged.source, shards=(*merged.source.shards, *own)),
+        own=apart.own,
+        folder=apart.folder,
+        config_text=config.text(has_own_base=False),
+        notes=(*merged.notes, ("adapter-apart", text)),
     )
 
 

@@ -569,7 +569,7 @@ def plan_found(
         from xrank.recipes.dequantization import dequantize_source
 
         found = dequantize_source(found, options.dtype)
-    if options.adapter == "merge" and base is not None:
+    if options.adapter in ("merge", "both") and base is not None:
         found = replace(found, model=complete_adapter(found.model, base, options.adapter_config, place))
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)

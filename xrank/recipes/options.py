@@ -19,7 +19,7 @@ from xrank.system import count_cores
 from xrank.words import repr_text
 
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
-AdapterChoice: TypeAlias = Literal["separate", "merge"]
+AdapterChoice: TypeAlias = Literal["separate", "merge", "both"]
 
 _UNITS = {
     "": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
