@@ -325,7 +325,7 @@ def _manifest(place: str) -> Mapping[str, Any]:
 def _find_names(side: ComparedSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
     """Return a side with its adapter's names, and with the adapter in a folder within."""
     is_listed = any(file["name"] == _APART for file in side.manifest.get("files", ()))
-    if side.has_adapter_apart and (is_listed or other_has_one):
+    if (is_listed and not side.manifest.get("merged")) or (side.has_adapter_apart and other_has_one):
         found = replace(_with_adapter(side), place=os.path.join(side.place, FOLDER))
     else:
         found = replace(side, names=find_adapter(list(side.shards), side.model.path, own))
