@@ -52,6 +52,8 @@ def _list_schemes() -> list[str]:
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast keeps in fp32.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Write only output names that match.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out output names that match.")
+@click.option("--salvage", is_flag=True, help="Write the whole tensors of a damaged SRC, and a list of the others.")
+@click.option("--fill-from-base", multiple=True, metavar="REGEX", help="Missing names that --base-model fills in.")
 @click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
 @options.max_memory
 @options.workers
@@ -182,6 +184,11 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
         rows.append(("adapter", f"merged into {plural(len(made.merged), 'tensor')}"))
     if made.quantized:
         rows += _quantized_rows(made.quantized)
+    if "missing" in made:
+        names = list_text([one["name"] for one in made.missing], 3, empty="none that is known")
+        rows.append(("missing", f"{plural(len(made.missing), 'tensor')}: {names}; salvage.json lists them"))
+    if made.filled:
+        rows.append(("filled", f"{plural(len(made.filled), 'tensor')} of the base model: {list_text(made.filled, 3)}"))
     if made.excluded:
         rows.append(("left out", f"{plural(len(made.excluded), 'tensor')}: {list_text(made.excluded)}"))
     if is_verbose:

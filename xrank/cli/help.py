@@ -15,6 +15,7 @@ _SECTIONS = {
     ),
     "Names and values": (
         *("base_model", "recipe", "dtype", "dequantize", "keep_fp32", "include", "exclude", "adapter"),
+        *("salvage", "fill_from_base"),
         *("adapter_config", "replicas", "quantize", "quantize_ignore", "quantization_error", "dialect"),
     ),
     "Memory, threads and ranks": ("max_memory", "workers", "timeout", "distributed"),

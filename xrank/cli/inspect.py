@@ -17,6 +17,8 @@ from xrank.words import list_text, plural, size_text
 if TYPE_CHECKING:
     from xrank.engine.report import Report
 
+_MAX_MISSING = 8
+"""Missing tensors that have a row."""
 _MAX_FACTS = 4
 """Entries of a table in a format's facts that a row shows."""
 
@@ -35,6 +37,8 @@ _MAX_FACTS = 4
 @options.allow_http
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
+@click.option("--deep", is_flag=True, help="Read all tensors: checksums and replicas show damage inside of them.")
+@click.option("--html", type=PATH, metavar="FILE", help="Write a page with faults, and each tensor's parts on ranks.")
 @reporting
 def inspect_command(
     output: Output,
@@ -46,6 +50,8 @@ def inspect_command(
     world_size: int | None,
     tensors: bool,
     ranks: bool,
+    deep: bool,
+    html: str | None,
 ) -> None:
     """Describe PATH: format, run, ranks, tensors, and the problems that a gather would meet.
 
@@ -54,9 +60,8 @@ def inspect_command(
     """
     from xrank.commands.inspect import inspect_source
 
-    report = inspect_source(
-        path, layouts=layout, base_model=base_model, format=format_name, part=part, world_size=world_size
-    )
+    choices = {"layouts": layout, "base_model": base_model, "format": format_name, "part": part, "html": html}
+    report = inspect_source(path, world_size=world_size, deep=deep, **choices)
     output.wording = wording_of(gather_command)  # the problems are those of a gather
     output.report(report, _rows(report, output.wording, tensors=tensors, ranks=ranks))
 
@@ -109,6 +114,15 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
         exits = f"(a gather would exit {problem['exit_code']})"
         rows.append(("problem", f"{problem['type']}: {problem['message']} {exits}"))
         rows += [("", f"{part:<4} {problem[part]}") for part in ("got", "want", "try") if problem[part]]
+    missing = details["missing"]
+    for one in missing[:_MAX_MISSING]:
+        lost = "".join(f"; rank {part['rank']} in {part['file']}" for part in one["lost"])
+        rows.append(("missing", f"{one['problem']}{lost}"))
+    if len(missing) > _MAX_MISSING:
+        rows.append(("", f"and {len(missing) - _MAX_MISSING:,} more; --json lists all"))
+    if details["problems"]:
+        rows += [("to get", f"{one['what']}: {one['command']}") for one in details["commands"]]
+    rows += [("wrote", report.output.path)] if report.output is not None and report.output.path else []
     if not details["problems"]:
         rows.append(("problems", "none"))
     return rows

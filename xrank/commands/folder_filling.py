@@ -122,7 +122,8 @@ def _write_lists(
         own = adapted.weights_file if adapted is not None else None
         model = [file.output for file in planned.plan.files if file.output.name != own]
         written_model = [replace(file, name=stage.final_name(file.name)) for file in model]
-        index = index_text(written_model, planned.index) if model or planned.index is not None else None
+        is_model = bool(model or planned.index is not None) and not planned.options.salvage
+        index = index_text(written_model, planned.index) if is_model else None
         if index is not None:
             name = index_name(model) if model else INDEX_NAME  # a delta without changes has no file
             files.append(_small_file(stage.write_file(name, index.encode())))
@@ -133,6 +134,7 @@ def _write_lists(
             "transformed": transforms.made_of if transforms is not None else None,
             "quantized": _quantization(planned),
             "padding_dropped": planned.padding_dropped,
+            "filled": planned.options.filled,
         }
     source, plan = planned.source, planned.plan
     sources = [os.path.basename(file.path) for file in plan.source.files]

@@ -108,6 +108,8 @@ def gather_checkpoint(
     keep_fp32: str | Sequence[str] = (),
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    salvage: bool = False,
+    fill_from_base: str | Sequence[str] = (),
     max_shard_size: str | int = "5GB",
     max_memory: str | int = "64MB",
     workers: int | None = None,
@@ -155,8 +157,13 @@ def gather_checkpoint(
             compressed-tensors, of DeepSeek and transformers (``weight_scale_inv``), of ModelOpt (FP8, NVFP4) and of
             GPT-OSS (MXFP4). Without `dtype` they get the type that config.json has. False: they are copied.
         keep_fp32: regular expressions of names that are not cast below fp32.
-        include: regular expressions of the output names to write; empty: all.
+        include: regular expressions of the output names to write; empty: all. With this or `exclude`, faults of the
+            source that no written tensor needs become notes.
         exclude: regular expressions of the output names to leave out.
+        salvage: write the tensors of a damaged source that are whole, to files that no program takes for a model, with
+            ``salvage.json``, which lists the missing ones by name, shape, rank and file. Reads all tensors twice.
+        fill_from_base: regular expressions of names that the base model fills in where the source's tensors are not
+            whole. Report and manifest list them. Without `salvage`, all missing tensors must be filled in.
         max_shard_size: bytes of tensors in a file.
         max_memory: bytes of all buffers, such as ``"64MB"``.
         workers: number of threads; None: ``min(4, cores)``.
@@ -204,6 +211,8 @@ def gather_checkpoint(
         1
     """
     options = GatherOptions.from_arguments(locals())
+    if salvage or options.fill_from_base:
+        _check_salvage(options, base_model, distributed=distributed, push_to_hub=push_to_hub)
     asked = _describe_call(locals())
     path = places.enter(source)
     plan = partial(
@@ -252,6 +261,17 @@ def gather_checkpoint(
         return agreed.report(written, started)
     report = folder_report("gather", agreed, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
+
+
+def _check_salvage(options: GatherOptions, base_model: object, *, distributed: bool, push_to_hub: str | None) -> None:
+    asked = option("salvage", True) if options.salvage else option("fill_from_base")
+    if options.fill_from_base and base_model is None:
+        problem, step = f"{asked} was given without {option('base_model')}", f"give {option('base_model')}, too"
+        raise UsageError(problem, got="no base model", want="the model that fills in tensors", next_step=step)
+    if distributed or (push_to_hub is not None and options.salvage):
+        other = option("distributed", True) if distributed else option("push_to_hub")
+        problem = f"{asked} and {other} were both given"
+        raise UsageError(problem, got=other, want=f"{asked} alone", next_step=f"leave {other} out")
 
 
 def _describe_call(arguments: Mapping[str, Any]) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import asdict, replace
 
 from xrank.dtypes import DTYPES, dtype
@@ -65,6 +65,10 @@ def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
 
     selection, merged, transforms = planned.selection, describe_merges(planned.plan), planned.transforms
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
+    if planned.options.salvage:
+        merges["missing"] = [to_builtins(one) for one in planned.missing]
+    if planned.options.filled:
+        merges["filled"] = list(planned.options.filled)
     transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}
     counts = count_outputs(selection.outputs)
     if planned.quantizing is not None:
@@ -82,7 +86,7 @@ def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
         **counts,
         tied=[[target, *names] for target, names in selection.tied.items()],
         padding_dropped=planned.padding_dropped,
-        excluded=list(selection.excluded),
+        excluded=[name for name in selection.excluded if name not in planned.options.missing],
         cast=dict(selection.cast),
         **merges,
         companions=[*(companion.name for companion in planned.companions), *planned.texts],

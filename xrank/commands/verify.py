@@ -22,6 +22,7 @@ from xrank.errors import (
     option,
 )
 from xrank.ranks.team import find_launched_team
+from xrank.readers.hugging_face.folder import refuse_salvaged
 from xrank.recipes.options import default_workers, parse_size
 from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME
@@ -165,7 +166,18 @@ def verify_model(
         if verdict is None:
             return {}
         counts = OutputFacts(**count_outputs(verdict.outputs))
-        return {"source": verdict.source, "proof": verdict.proof, "plan": counts, "notes": verdict.notes}
+        found: dict[str, Any] = {
+            "source": verdict.source,
+            "proof": verdict.proof,
+            "plan": counts,
+            "notes": verdict.notes,
+        }
+        if verdict.proof.manifest is not None:
+            try:
+                refuse_salvaged(text)
+            except IncompleteError as partial:  # every byte is right, and tensors are missing
+                found["fault"] = partial
+        return found
 
     facts: dict[str, Any] = {"source": SourceFacts(path=text)}
     fault: XrankError | None = None
@@ -176,7 +188,7 @@ def verify_model(
     except XrankError as found:
         fault = (_find_replacement(text, found) if public_key is None else None) or found
         fault.wording = Wording.of_function(verify_model)
-    return timed_report("verify", started, path=text, fault=fault, **facts)
+    return timed_report("verify", started, path=text, **{"fault": fault, **facts})
 
 
 def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:

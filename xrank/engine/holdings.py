@@ -112,6 +112,8 @@ class Holdings(Struct, frozen=True):
     """Sizes by name that do not follow from the shape."""
     problem: LayoutError | None = None
     """The error because of which nothing more is known."""
+    lost: tuple[int, ...] = ()
+    """Ranks whose part is lost, all of it or some."""
 
     @property
     def shares(self) -> tuple[Share, ...]:

@@ -154,6 +154,10 @@ class OutputFacts(Facts):
     """Rows of padding that outputs lost, by name."""
     excluded: Sequence[str] = ()
     """Names left out."""
+    missing: Sequence[Mapping[str, Any]] = ()
+    """Tensors that a salvage did not find whole: name, dtype, shape, problem, and the rank and file of lost parts."""
+    filled: Sequence[str] = ()
+    """Names of the base model's tensors in place of missing ones."""
     cast: Mapping[str, str] = _NONE
     """Name -> ``"F32 -> BF16"``."""
     merged: Sequence[str] = ()
@@ -220,6 +224,10 @@ class InspectDetails(Facts):
     """An unfinished output: its files and its owner."""
     problems: Sequence[Mapping[str, Any]] = ()
     """Errors that a gather would raise, each with its exit code."""
+    missing: Sequence[Mapping[str, Any]] = ()
+    """Tensors that are not whole: name, dtype, shape, problem, and the rank and file of lost parts."""
+    commands: Sequence[Mapping[str, str]] = ()
+    """What can be had of the source, each with its command."""
     tensors: Sequence[Mapping[str, Any]] = ()
     format: Mapping[str, Any] = _NONE
     """Facts that this format alone has."""

@@ -313,8 +313,6 @@ class _Box(Struct, frozen=True):
 
     down: _Run
     across: _Run
-    number: int
-    """Index of its share, which gives the colour."""
     share: Share
 
 
@@ -334,20 +332,23 @@ class _Plane(Struct, frozen=True):
 
 
 def draw_tensor(one: Holdings) -> Iterator[str]:
-    """Yield the drawings of a tensor's parts: of three cut dims, one drawing for each part of the first."""
-    nests = ((number, share, nest) for number, share in enumerate(one.shares) for nest in share.nests)
-    regions = [(number, share, region_of(nest, one.shape)) for number, share, nest in islice(nests, _MAX_BOXES)]
-    cut = cut_dims((region for *_, region in regions), one.shape)
+    """Yield the drawings of a tensor's parts: of three cut dims, one drawing for each part of the first.
+
+    A colour belongs to a rank on the whole page; a part that several ranks hold has that of the lowest.
+    """
+    nests = ((share, nest) for share in one.shares for nest in share.nests)
+    regions = [(share, region_of(nest, one.shape)) for share, nest in islice(nests, _MAX_BOXES)]
+    cut = cut_dims((region for _, region in regions), one.shape)
     if cut is None:
         plane = _Plane(None, None, 1, math.prod(one.shape))
-        boxes = [_Box((0, 0), (region.first, region.last), number, share) for number, share, region in regions]
+        boxes = [_Box((0, 0), (region.first, region.last), share) for share, region in regions]
         yield from _draw_panel(one, plane, boxes, "all elements, row by row")
         return
     plane, outer = _choose_plane(cut, one.shape)
     panels = list(islice(product(*(_stretches(regions, d) for d in outer)), _MAX_PANELS + 1))
     for panel in panels[:_MAX_PANELS]:
         sides = list(zip(outer, panel, strict=True))
-        inside = [each for each in regions if _meets(each[2], sides)]
+        inside = [each for each in regions if _meets(each[1], sides)]
         boxes = list(islice(_boxes(plane, inside), _MAX_BOXES))
         words = "; ".join(f"dim {d}: {low if low == high else f'{low}-{high}'}" for d, (low, high) in sides)
         axes = ((plane.down, "downwards"), (plane.across, "to the right"))
@@ -370,9 +371,9 @@ def _choose_plane(cut: Sequence[int], shape: Sequence[int]) -> tuple[_Plane, Seq
     return _Plane(None, drawn[0], 1, shape[drawn[0]]), ()
 
 
-def _stretches(regions: Sequence[tuple[int, Share, Region]], dim: int) -> list[_Run]:
+def _stretches(regions: Sequence[tuple[Share, Region]], dim: int) -> list[_Run]:
     """Return a dim in pieces that no region cuts further."""
-    runs = [run for *_, region in regions if region.dims is not None for run in region.dims[dim]]
+    runs = [run for _, region in regions if region.dims is not None for run in region.dims[dim]]
     bounds = sorted({first for first, _ in runs} | {last + 1 for _, last in runs})
     return [(first, end - 1) for first, end in pairwise(bounds)]
 
@@ -382,13 +383,13 @@ def _meets(region: Region, sides: Iterable[tuple[int, _Run]]) -> bool:
     return all(any(first <= low and last >= high for first, last in region.dims[d]) for d, (low, high) in sides)
 
 
-def _boxes(plane: _Plane, regions: Sequence[tuple[int, Share, Region]]) -> Iterator[_Box]:
-    for number, share, region in regions:
+def _boxes(plane: _Plane, regions: Sequence[tuple[Share, Region]]) -> Iterator[_Box]:
+    for share, region in regions:
         assert region.dims is not None
         downs = ((0, 0),) if plane.down is None else region.dims[plane.down]
         acrosses = ((0, 0),) if plane.across is None else region.dims[plane.across]
         for down, across in product(downs, acrosses):
-            yield _Box(down, across, number, share)
+            yield _Box(down, across, share)
 
 
 def _draw_panel(one: Holdings, plane: _Plane, boxes: Sequence[_Box], caption: str) -> Iterator[str]:
@@ -415,11 +416,11 @@ def _draw_box(one: Holdings, box: _Box, per_column: float, per_row: float) -> st
     x, y = box.across[0] * per_column, box.down[0] * per_row
     width = (box.across[1] + 1 - box.across[0]) * per_column
     height = (box.down[1] + 1 - box.down[0]) * per_row
-    chosen = colour(box.number)
+    chosen, is_lost = colour(box.share.ranks[0]), set(one.lost).issuperset(box.share.ranks)
     ranks = ranks_text(box.share.ranks, compact=True)
-    title = f"<title>{page_text(ranks)}: {page_text(share_words(one, box.share))}</title>"
+    title = f"<title>{page_text(ranks)}{', lost' * is_lost}: {page_text(share_words(one, box.share))}</title>"
     drawn = (
-        f'<rect class="box" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'<rect class="box{" lost" * is_lost}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
         f'fill="{chosen.fill}">{title}</rect>'
     )
     # "ranks 0-3", or shorter: "0-3", "0,..".
@@ -568,6 +569,23 @@ def survey_html(found: Survey, *, max_parts: int = 64) -> str:
     return page("Layouts", body, is_searchable=True)
 
 
+def inspect_html(report: Report, found: Survey | None) -> str:
+    """Return the page of an `xrank inspect`: its faults, what can be had, and the parts of tensors on ranks."""
+    details, title = report.details, f"xrank inspect {report.path}"
+    body = [f"<h1>{page_text(title)}</h1>"]
+    missing, faults = details["missing"], details["problems"]
+    body += draw_facts([(f"{len(faults):,}", "faults"), (f"{len(missing):,}", "tensors not whole")])
+    body.append('<div class="wide"><table><tr><th>fault<th>rank<th>what<th>next')
+    for one in faults:
+        cells = (one["type"], "" if one["rank"] is None else str(one["rank"]), one["message"], one["try"] or "")
+        body.append("<tr>" + "".join(f"<td>{page_text(cell)}" for cell in cells))
+    body.append("<tr><th>to get<th><th>command<th>")
+    for one in details["commands"]:
+        body.append(f'<tr><td>{page_text(one["what"])}<td><td class="code">{page_text(one["command"])}<td>')
+    body += ["</table></div>", *(() if found is None else draw_survey(found, is_searchable=True))]
+    return page(title, body, is_searchable=True)
+
+
 def draw_survey(found: Survey, *, max_parts: int = 64, is_searchable: bool = False) -> Iterator[str]:
     """Yield the HTML of a survey."""
     groups = group_alike(found.tensors)
@@ -615,7 +633,7 @@ def _draw_mesh(mesh: DeviceMesh) -> Iterator[str]:
         ranks = mesh.ranks[row * length : (row + 1) * length]
         place = mesh.coordinate(ranks[0])
         name = " ".join(f"{axis}={place[axis]}" for axis in outer)
-        yield f"<tr><th>{page_text(name) or 'rank'}" + "".join(f"<td>{rank}" for rank in ranks)
+        yield f"<tr><th>{page_text(name) or 'rank'}" + "".join(f"<td>{swatch(rank, str(rank))}" for rank in ranks)
     yield "</table></div>"
 
 
@@ -652,6 +670,8 @@ def _draw_group(number: int, group: Sequence[Holdings], max_parts: int) -> Itera
         yield f'<p class="bad">{page_text(one.problem.message)}</p>'
     if one.misfit is not None:
         yield f'<p class="bad">{page_text(misfit_words(one))}</p>'
+    if one.lost:
+        yield f'<p class="bad">lost: the part of {page_text(ranks_text(one.lost, compact=True))}</p>'
     if one.sums:
         yield f"<p>addends: the values are sums over {page_text(', '.join(one.sums))}</p>"
     if one.shares:
@@ -668,12 +688,12 @@ def _draw_parts(one: Holdings, max_parts: int) -> Iterator[str]:
     width, is_known = (DTYPES[one.dtype].nbytes, True) if one.dtype in DTYPES else (1, False)
     has_shapes = any(share.shape is not None for share in shown)
     yield f"<table><tr><th>ranks<th>part{'<th>local shape' if has_shapes else ''}<th>size"
-    for number, share in enumerate(shown):
+    for share in shown:
         amount = amount_text((share.num_elements + share.num_pads) * width, is_known)
         pads = f", of it padding {amount_text(share.num_pads * width, is_known)}" if share.num_pads else ""
         shape = f'<td class="key">{list(share.shape or ())}' if has_shapes else ""
         yield (
-            f"<tr><td>{swatch(number, page_text(ranks_text(share.ranks, compact=True)))}"
+            f"<tr><td>{swatch(share.ranks[0], page_text(ranks_text(share.ranks, compact=True)))}"
             f"<td>{page_text(share_words(one, share))}{shape}"
             f'<td class="key">{amount}{pads}'
         )

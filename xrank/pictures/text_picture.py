@@ -283,7 +283,7 @@ def group_alike(tensors: Iterable[Holdings]) -> list[list[Holdings]]:
     """Return groups of tensors with equal pictures, such as the layers of a model, in the order of their first."""
     groups: dict[object, list[Holdings]] = {}
     for one in tensors:
-        known = (one.shape, one.dtype, one.text, one.shares, one.absent, one.misfit)
+        known = (one.shape, one.dtype, one.text, one.shares, one.absent, one.misfit, one.lost)
         # A tensor with a problem is its own group: the problem's text contains the name.
         key = one.name if one.problem is not None else known
         groups.setdefault(key, []).append(one)

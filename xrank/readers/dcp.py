@@ -94,10 +94,15 @@ def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], lis
     return [entry for entry in others if entry not in idle], idle
 
 
-def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> list[tuple[str, str]]:
-    """Return notes about the files of a checkpoint whose model was located, so that no byte of the model is missing."""
+def file_notes(
+    folder: str, metadata: DcpMetadata, unused: Sequence[str], faults: Faults = RAISING
+) -> list[tuple[str, str]]:
+    """Return notes about the files of a checkpoint whose model was located, but for those with faults."""
     notes, lost = [], []
+    known = {*faults.files, *(error.file for error in faults.errors)}
     for name, end in zip(metadata.files, metadata.ends.tolist(), strict=True):
+        if os.path.join(folder, name) in known:
+            continue
         nbytes = _nbytes(os.path.join(folder, name))
         if nbytes is None:
             lost.append(f"{name} is not there")
@@ -381,6 +386,7 @@ def _check_kinds(
             )
             if path not in faults.files:
                 faults.lose(error, path)
+        rows[odd] = -1
 
 
 def _nests(tensor: DcpTensor, rows: IntArray, kinds: Sequence[ItemKind]) -> NestTable:
@@ -480,7 +486,7 @@ class DcpReader:
             step=_step(path),
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=_notes(path, metadata, part, pieces, unused),
+            notes=_notes(path, metadata, part, pieces, unused, hints.faults),
             details={**part_details(part), **_details(metadata, tensors, ranks, unused)},
             absent=left_out,
             part=hints.part,
@@ -525,9 +531,9 @@ def _step(path: str) -> int | None:
 
 
 def _notes(
-    path: str, metadata: DcpMetadata, part: ChosenPart, pieces: DcpPieces, unused: Sequence[str]
+    path: str, metadata: DcpMetadata, part: ChosenPart, pieces: DcpPieces, unused: Sequence[str], faults: Faults
 ) -> tuple[tuple[str, str], ...]:
-    notes = file_notes(path, metadata, unused)
+    notes = file_notes(path, metadata, unused, faults)
     notes += part_notes(part)
     if metadata.byte_items:
         names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)

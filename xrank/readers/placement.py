@@ -738,7 +738,8 @@ def _place_all(held: _Held, hints: Hints, world_size: int, *, waits: bool) -> Pl
             placed[name], assumption = _place(name, sorted(own, key=_rank_of), hints, world_size, shapes)
         except (LayoutError, ContradictionError, IncompleteError, CorruptError) as error:
             if not hints.faults.raises:
-                hints.faults.add(error)
+                if not hints.faults.ranks or isinstance(error, ContradictionError):  # lost ranks have their faults
+                    hints.faults.add(error)
                 left_out.append(name)
                 return
             if not isinstance(error, LayoutError):

@@ -26,6 +26,7 @@ from xrank.errors import (
     Text,
     UnsafeError,
     UsageError,
+    XrankError,
     either,
     needs,
     option,
@@ -33,6 +34,7 @@ from xrank.errors import (
 from xrank.layout import LayoutMap
 from xrank.layout.output_files import OutputFile, OutputTensor, Selection
 from xrank.layout.stored_model import StoredModel, StoredShard
+from xrank.readers.base import Faults
 from xrank.readers.discovery import WORKSPACE, SourcePlace, find_source
 from xrank.readers.records import refuse_foreign_names
 from xrank.recipes.adapter_names import CONFIG_NAME, find_adapter, parse_adapter_config
@@ -62,11 +64,13 @@ from xrank.recipes.recipe_choice import (
 from xrank.recipes.sources import complete_adapter, open_base_model, read_source
 from xrank.recipes.ties import declare_ties, find_ties
 from xrank.storage import places
+from xrank.storage.output_place import SALVAGE_NAME
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
     from xrank.engine.encodings import Encoding
     from xrank.engine.transforms import Replacements, Transform, Transforms
+    from xrank.recipes.salvage import MissingTensor
     from xrank.recipes.schemes import Quantizing
 
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -344,6 +348,10 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if request.recipe is None and matched is None and purpose is Purpose.MODEL:
         _refuse_foreign(found, base)
     base = None if is_alone else base
+    if options.filled and base is not None:
+        from xrank.recipes.salvage import fill_from  # few gathers need this module
+
+        stored = fill_from(stored, base, options.filled)
     decided = partial(Decision, found, stored, options, base, matched, adapted)
     if purpose is Purpose.STATES:
         # A base model gives states only small files; a config does not tie tensors that the layout file leaves untied.
@@ -453,6 +461,8 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
     return state.hexdigest()
 
 
+_SALVAGED = "salvaged"
+"""Stem of the names of a salvage's files, which no program takes for those of a model."""
 _GENERATION_NAME = "generation_config.json"
 _TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
 
@@ -473,6 +483,8 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     quantizing: Quantizing | None = None
     index: Mapping[str, Any] | None = None
     """Metadata of the index, of a version of a model that changes step by step."""
+    missing: tuple[MissingTensor, ...] = ()
+    """Tensors that a salvage did not find whole."""
 
     @property
     def options(self) -> GatherOptions:
@@ -540,7 +552,8 @@ def plan_gather(
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
-    found = read_source(
+    read = partial(
+        read_source,
         source,
         where,
         base=base,
@@ -551,7 +564,85 @@ def plan_gather(
         share=share,
         keeps_names=recipe not in (None, TABLE),  # such a recipe knows the names that the source has
     )
-    return plan_found(found, where.path, options, base, given, recipe)
+    faults = Faults()
+    if options.salvage or options.fill_from_base:
+        return _plan_salvage(read(faults=faults), faults, where.path, options, base, given, recipe)
+    try:
+        return plan_found(read(), where.path, options, base, given, recipe)
+    except XrankError as error:
+        if not (options.include or options.exclude):
+            raise
+        # The chosen tensors may be whole.
+        try:
+            planned = plan_found(read(faults=faults), where.path, options, base, given, recipe)
+        except UsageError:
+            raise
+        except XrankError:
+            raise error from None
+        if not faults.errors:
+            raise
+    return replace(planned, notes=(*planned.notes, *_fault_notes(faults)))
+
+
+def _fault_notes(faults: Faults) -> list[tuple[str, str]]:
+    told = "no tensor that is written needs it; names of tensors that it alone contains are unknown"
+    return [("fault", f"{one.message}: {told}") for one in faults.errors]
+
+
+def _plan_salvage(
+    found: FoundSource,
+    faults: Faults,
+    place: str,
+    options: GatherOptions,
+    base: BaseModel | None,
+    given: LayoutMap | None,
+    recipe: str | os.PathLike[str] | None,
+) -> FolderPlan:
+    """Plan the gather of the tensors that are whole, and of the base model's tensors that fill in others.
+
+    Unlike other plans, this reads all tensors: bytes show damage that metadata do not.
+    """
+    from xrank.recipes.salvage import explain_missing, find_missing, lose_damaged, salvage_text
+
+    model = lose_damaged(found.model, faults, options.budget)
+    found = replace(found, model=replace(model, absent=()))
+    aliases = {} if given is None else given.aliases
+    try:
+        source = decide(found, Request(Purpose.MODEL, options, recipe, aliases), base).source
+    except XrankError:
+        # Without some of its tensors, a model may fit no recipe: the training names stay.
+        if recipe is not None or not faults.errors:
+            raise
+        recipe = "none"
+        source = decide(found, Request(Purpose.MODEL, options, recipe, aliases), base).source
+    missing = [one for one in find_missing(replace(source, absent=model.absent)) if not options.leaves_out(one.name)]
+    known = {} if base is None else base.tensors
+    whole = {shard.name for shard in source.shards}.difference(one.name for one in missing)
+    lacking = [name for name in known if name not in whole and not options.leaves_out(name)]
+    filled = [name for name in lacking if matches(options.fill_from_base, name)]
+    if options.fill_from_base and not filled and missing:
+        problem = f"{option('fill_from_base')} matches no tensor that is missing and that the base model has"
+        got, step = list_text(lacking or [one.name for one in missing], 3), "xrank inspect lists the missing tensors"
+        raise UsageError(problem, got=got, want="an expression for missing names", next_step=step)
+    missing = [one for one in missing if one.name not in filled]
+    if missing and not options.salvage:
+        raise explain_missing(missing, faults, model)
+    if not whole and not filled:
+        raise explain_missing(missing, faults, model)
+    left = {*lacking, *(one.name for one in missing)}.difference(filled) if options.salvage else set[str]()
+    chosen = replace(options, missing=frozenset(left), filled=tuple(filled))
+    planned = plan_found(found, place, chosen, base, given, recipe)
+    notes = [*planned.notes, *(("fault", one.message) for one in faults.errors)]
+    if filled:
+        assert base is not None
+        notes.append(("filled", f"taken from the base model {base.path}: {list_text(filled)}"))
+    planned = replace(planned, missing=tuple(missing), notes=tuple(notes))
+    if not options.salvage:
+        return planned
+    # Without config.json and the other small files nothing takes the folder for a model.
+    decision = replace(planned.decision, small=SmallFiles())
+    texts = {SALVAGE_NAME: salvage_text(source, missing, faults, filled)}
+    return replace(planned, decision=decision, texts=texts)
 
 
 def plan_found(
@@ -591,7 +682,7 @@ def plan_output(
     """
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
     found, small, base = decision.found, decision.small, decision.base
-    stem = find_weights_stem(found.config)
+    stem = _SALVAGED if options.salvage else find_weights_stem(found.config)
     max_nbytes, outputs, transforms = options.max_shard_nbytes, selection.outputs, None
     whole, updates, beside = source, None, list[OutputFile]()
     if adapted is not None:
@@ -651,7 +742,7 @@ def plan_output(
     if quantizing is not None:
         known = found.config if small.config_text is None else json.loads(small.config_text)
         texts |= quantizing.texts(known)
-    if decision.is_model:
+    if decision.is_model and not options.salvage:
         notes += prove_config(
             found,
             source,

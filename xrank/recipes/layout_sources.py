@@ -53,6 +53,15 @@ def survey_stored(stored: StoredModel) -> Survey:
     return Survey({**dict(zip(names, grids, strict=True)), **told}, {}, tensors)
 
 
+def survey_pieces(stored: StoredModel) -> Survey:
+    """Return the holdings of all ranks by a model's pieces, those that are lost too."""
+    found = []
+    for shard in stored.shards:
+        lost = sorted(set(shard.rank[stored.records.is_lost(shard.record)].tolist()))
+        found.append(replace(_draw(shard, None), lost=tuple(lost)))
+    return Survey({}, {}, tuple(found))
+
+
 def make_layout_map(stored: StoredModel) -> LayoutMap:
     """Return the recorded layouts as a map, for a file; names that differ only in numbers become one pattern."""
     stated = _collect_stated(stored)

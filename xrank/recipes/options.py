@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -95,6 +95,14 @@ class GatherOptions(Struct, frozen=True):
     """Whether to measure how far the quantized values are from the others."""
     dialect: str | None = None
     """Tool whose form the quantized folder has: ``"modelopt"``; None: llm-compressor, or DeepSeek by the scheme."""
+    salvage: bool = False
+    """Whether to write the whole tensors of a damaged source, with a list of the missing ones."""
+    fill_from_base: Sequence[str] = ()
+    """Regular expressions of the names that the base model fills in where the source's tensors are not whole."""
+    missing: Collection[str] = ()
+    """Names that are left out because they are not whole; a salvage finds them."""
+    filled: Sequence[str] = ()
+    """Names of the base model's tensors in place of the source's; a salvage finds them."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> GatherOptions:
@@ -109,7 +117,7 @@ class GatherOptions(Struct, frozen=True):
             if value not in choices and (name, value) != ("adapter", None):
                 listed = ", ".join(choices)
                 raise wrong_value(name, value, f"one of {listed}", listed, step="give one of these values")
-        for name in ("keep_fp32", "include", "exclude", "quantize_ignore"):
+        for name in ("keep_fp32", "include", "exclude", "quantize_ignore", "fill_from_base"):
             given = getattr(self, name)
             fill(name, (given,) if isinstance(given, str) else tuple(given))
             for pattern in getattr(self, name):
@@ -128,6 +136,15 @@ class GatherOptions(Struct, frozen=True):
                 next_step=f"choose with {dtype} what others are cast to: base, bf16, fp16 or fp32; or leave {keep} out",
             )
         self._check_quantization()
+        changing = next((name for name in ("quantize", "dequantize", "sign") if getattr(self, name)), None)
+        if (self.salvage or self.fill_from_base) and changing is not None:
+            asked = option("salvage", True) if self.salvage else option("fill_from_base")
+            raise UsageError(
+                f"{asked} and {option(changing)} were both given",
+                got=option(changing),
+                want=f"{asked} alone: it copies tensors as they are, or with a cast",
+                next_step=f"leave {option(changing)} out, and quantize or sign the whole model afterwards",
+            )
         if self.sign is not None:  # a key that cannot sign is refused now, not after the weights are written
             from xrank.formats.signature import read_signing_key
 
@@ -162,7 +179,8 @@ class GatherOptions(Struct, frozen=True):
 
     def leaves_out(self, name: str) -> bool:
         """Return whether `include` or `exclude` leaves out a tensor of that name."""
-        return bool(self.include and not matches(self.include, name)) or matches(self.exclude, name)
+        is_excluded = name in self.missing or matches(self.exclude, name)
+        return is_excluded or bool(self.include and not matches(self.include, name))
 
     def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
         """Return these options with `keep_fp32` set to these patterns, unless the caller set it or nothing is cast."""

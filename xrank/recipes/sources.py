@@ -26,7 +26,7 @@ from xrank.formats.pickles import is_extra_state
 from xrank.layout import LayoutMap
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard, merge_models
-from xrank.readers.base import Hints, Reader
+from xrank.readers.base import RAISING, Faults, Hints, Reader
 from xrank.readers.discovery import TORCH_SAVE, WORKSPACE, SourcePlace, find_source
 from xrank.readers.names import drop_states, plain_names, remove_wrapper_names, rename_tensors
 from xrank.readers.placement import note_zero_tails
@@ -120,7 +120,7 @@ def read_best(where: SourcePlace, hints: Hints, share: tuple[int, int] = (0, 1))
         notes.append(("also-here", f"{_beside(place, chosen, found, others[0][1])}, and cannot be read: {error}"))
         (_, chosen), others = others[0], others[1:]
     # A part that the caller chose by name need not equal another model beside it; layouts are not values.
-    if hints.part is None and not hints.needs_layouts:
+    if hints.part is None and not hints.needs_layouts and not hints.faults.errors:
         notes += _compare(model, chosen, others, hints, share)
     return replace(model, notes=(*model.notes, *notes))
 
@@ -174,7 +174,7 @@ def _compare(
         may_be_data = reader.name == TORCH_SAVE.name
         begin = _beside(place, reader, model, chosen)
         try:
-            other = _read(reader, place, hints, is_other=True)
+            other = _read(reader, place, replace(hints, faults=RAISING), is_other=True)
             if seen.issuperset(file.path for file in other.files):
                 continue  # the same files by another reader
             named = _rename(other, model, hints)
@@ -338,6 +338,7 @@ def read_source(
     share: tuple[int, int] = (0, 1),
     module_names: Collection[str] = (),
     keeps_names: bool = False,
+    faults: Faults = RAISING,
 ) -> FoundSource:
     """Read a source, only its metadata, with the best reader of those that recognize it.
 
@@ -354,6 +355,7 @@ def read_source(
         share: this rank's share of the comparison with another source at the place, as in `read_best`.
         module_names: names of a live module that the source will fill; wrappers' parts of names that it has stay.
         keeps_names: whether names need not be those of config.json's class, as where a trainer will load them.
+        faults: collects the faults of the source, whose lost pieces are then in the model.
     """
     where = find_source(asked) if where is None else where
     companions, notes = companions_of(asked, where) if beside is None else beside
@@ -376,6 +378,7 @@ def read_source(
         keeps_names=keeps_names,
         base_path=base.path if base is not None and base.tensors else None,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
+        faults=faults,
     )
     model = read_best(where, hints, share)
     if world_size is not None and world_size != model.world_size:

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -129,6 +129,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     merged: dict[str, str] = {}
     transformed: dict[str, str] = {}
     quantized: ManifestQuantization | None = None
+    filled: list[str] = []
     version: ManifestVersion | None = None
     plan: str = ""
 
@@ -156,6 +157,7 @@ def manifest_blocks(
     transformed: Mapping[str, str] | None = None,
     quantized: ManifestQuantization | None = None,
     padding_dropped: Mapping[str, Any] | None = None,
+    filled: Sequence[str] = (),
     notes: Iterable[Any] = (),
     version: ManifestVersion | None = None,
     plan: str | None = None,
@@ -166,8 +168,9 @@ def manifest_blocks(
     be made as they are written, as a large model has a million sources. `tied` has the name that was not written ->
     that of the tensor with the same values; `cast` name -> earlier element type; `merged` name -> the adapter's tensors
     that were added to it; `transformed` name -> tensor that it was made of, by the caller's function or as `quantized`
-    says; `padding_dropped` name -> number of padding rows that were removed. `version` is that of a trainer's weights
-    which the output has. `plan` is a digest that the same command gives again.
+    says; `filled` are names of the base model's own tensors; `padding_dropped` name -> number of padding rows that were
+    removed. `version` is that of a trainer's weights which the output has. `plan` is a digest that the same command
+    gives again.
     """
     sections: dict[str, Iterable[str]] = {
         "schema": ["1"],
@@ -184,6 +187,7 @@ def manifest_blocks(
         **({"quantized": [_line(quantized)]} if quantized is not None else {}),
         "padding_dropped": _table(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
+        **({"filled": _rows(_line(name) for name in sorted(filled))} if filled else {}),
         **({"version": [_line(version)]} if version is not None else {}),
         **({"plan": [_line(plan)]} if plan is not None else {}),
     }

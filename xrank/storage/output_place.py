@@ -30,6 +30,8 @@ SIGNATURE_NAME = "model.sig"
 """Bundle of model-signing over the folder's files."""
 ATTESTATION_NAME = "model.attestation.json"
 """Signed statement about the origin of the folder."""
+SALVAGE_NAME = "salvage.json"
+"""List of the missing tensors beside the whole tensors of a damaged checkpoint."""
 JOURNAL_NAME = ".xrank-journal.jsonl"
 """Hidden: hidden files are never companions, so no companion has this name."""
 _Error = TypeVar("_Error", bound=XrankError)

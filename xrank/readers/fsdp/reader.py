@@ -489,9 +489,9 @@ def _drop_outvoted(files: Sequence[FsdpRankFile], faults: Faults) -> Sequence[Fs
         return files
     kinds: dict[int, dict[str, object]] = {}
     for file in files:
-        own = kinds[file.rank] = {
-            name: ("DTensor", part.local.dtype, part.shape) for name, part in file.dtensors.items()
-        }
+        own = kinds[file.rank] = {}
+        for name, part in file.dtensors.items():
+            own[name] = "DTensor", part.local.dtype, part.shape, part.layout, part.mesh.grid
         own.update((name, ("ShardedTensor", part.dtype, part.shape)) for name, part in file.sharded.items())
         own.update((name, ("plain tensor", tensor.dtype)) for name, tensor in file.plain.items())
     lost = set(outvote(kinds))

@@ -25,6 +25,7 @@ from xrank.readers.hugging_face.shards import is_shard_name
 from xrank.readers.records import ENGINE_PART, NO_CHECKSUMS, Records, Subject, outside_error
 from xrank.storage import places
 from xrank.storage.entries import parse_json
+from xrank.storage.output_place import SALVAGE_NAME
 from xrank.storage.regular_file import Origin, open_regular
 from xrank.words import likewise_text, list_text, plural
 
@@ -297,6 +298,21 @@ _STEMS = ("model", "diffusion_pytorch_model")  # of transformers and diffusers
 _ADAPTER = "adapter_model.safetensors"
 
 
+def refuse_salvaged(path: str) -> None:
+    """Refuse the tensors that a salvage saved, which are not a whole model; `path` is their folder or a file there."""
+    folder = path if places.is_folder(path) else os.path.dirname(path) or os.curdir
+    list_path = os.path.join(folder, SALVAGE_NAME)
+    if places.is_file(list_path):
+        raise IncompleteError(
+            f"{folder} is partial: it has the tensors that a salvage found whole, and no complete model",
+            file=list_path,
+            got=f"a {SALVAGE_NAME}, which lists the missing tensors",
+            want="a complete model",
+            next_step=f"gather the checkpoint again, with {option('base_model', metavar='DIR')} and "
+            f"{option('fill_from_base', metavar='REGEX')} for what is missing; safetensors opens the files here",
+        )
+
+
 class HfFolderReader:
     """The reader of safetensors folders and files (`xrank.readers.base.Reader`)."""
 
@@ -317,6 +333,7 @@ class HfFolderReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
+        refuse_salvaged(path)
         found = _read_folder(path) if places.is_folder(path) else _Folder(read_headers(path))
         if found.delta is not None:
             raise _refuse_delta(path, found.delta)
@@ -345,6 +362,8 @@ def read_headers(path: str, *, of_delta: bool = False) -> tuple[SafetensorsHeade
 
     `of_delta`: whether the files may contain changes of a model in the place of one.
     """
+    if not of_delta:
+        refuse_salvaged(path)
     if places.is_folder(path):
         found = _read_folder(path)
         if found.delta is None or of_delta:

@@ -93,7 +93,7 @@ class MegatronDistReader:
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         ranks = sorted({rank for name in metadata.files if (rank := rank_of_file(name)) is not None})
         world = sizes.world if sizes is not None and sizes.world else ranks[-1] + 1 if ranks else None
-        notes = _notes(folder, metadata, tensors, pieces, args)
+        notes = _notes(folder, metadata, tensors, pieces, args, faults)
         return StoredModel(
             format=self.name,
             path=path,
@@ -241,9 +241,14 @@ def _layer_error(name: str, got: str, count: int, path: str) -> ContradictionErr
 
 
 def _notes(
-    folder: str, metadata: DcpMetadata, tensors: Mapping[str, DcpTensor], pieces: DcpPieces, args: object
+    folder: str,
+    metadata: DcpMetadata,
+    tensors: Mapping[str, DcpTensor],
+    pieces: DcpPieces,
+    args: object,
+    faults: Faults,
 ) -> tuple[tuple[str, str], ...]:
-    notes = file_notes(folder, metadata, find_other_files(folder, metadata)[0])
+    notes = file_notes(folder, metadata, find_other_files(folder, metadata)[0], faults)
     left = len(metadata.tensors) - len(tensors)
     if left:
         notes.append(("left-out", f"{left:,} tensors of the optimizer and the like were left out"))

@@ -314,22 +314,7 @@ def check_identities(
 ) -> None:
     """Check that each file is its rank's: by the rank in its args, else by the tensors of which it has its own part."""
     files = {place: file for place, file in files.items() if not file.is_lost}
-    recorded = {place: file.args.get("rank") for place, file in files.items()}
-    # A converter writes the same rank into all files, so equal ranks prove nothing.
-    if len(files) > 1 and len({repr(rank) for rank in recorded.values()}) > 1:
-        seen: dict[object, str] = {}
-        for place, rank in recorded.items():
-            origin = files[place].origin
-            if type(rank) is not int or rank in seen or not _fits(rank, place, sizes, files[place].args):
-                error = origin.contradiction(
-                    "is another rank's file, or several runs' files are mixed",
-                    f"args.rank {quote(str(rank))}",
-                    f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
-                    f"copy {place.folder(sizes)} again from where it was written",
-                )
-                faults.lose(error, origin.path, *([seen[rank]] if rank in seen else []))
-            else:
-                seen[rank] = origin.path
+    if check_recorded_ranks(files, sizes, faults):
         return
     own: dict[GridPlace, list[ArchivedTensor]] = {}
     for name, parts in tensors.items():
@@ -344,6 +329,29 @@ def check_identities(
     for place, file in files.items():
         held = own.get(place, ())
         copies.add(file.archive, held, sum(prod(tensor.shape) for tensor in held), file.origin)
+
+
+def check_recorded_ranks(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes, faults: Faults) -> bool:
+    """Return whether the files' args record their ranks, after checking that each fits its place."""
+    recorded = {place: file.args.get("rank") for place, file in files.items()}
+    # A converter writes the same rank into all files, so equal ranks prove nothing.
+    if len(files) > 1 and len({repr(rank) for rank in recorded.values()}) > 1:
+        seen: dict[object, str] = {}
+        for place, rank in recorded.items():
+            origin = files[place].origin
+            if type(rank) is not int or rank in seen or not _fits(rank, place, sizes, files[place].args):
+                error = origin.contradiction(
+                    "is another rank's file, or several runs' files are mixed",
+                    f"args.rank {quote(str(rank))}",
+                    f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
+                    f"copy {place.folder(sizes)} again from where it was written",
+                )
+                is_doubtful = type(rank) is int and rank in seen and _fits(rank, place, sizes, files[place].args)
+                faults.lose(error, origin.path, *([seen[rank]] if is_doubtful else []))  # one of the two is a copy
+            else:
+                seen[rank] = origin.path
+        return True
+    return False
 
 
 def _fits(rank: int, place: GridPlace, sizes: ParallelSizes, args: Mapping[str, Any]) -> bool:
@@ -590,12 +598,15 @@ class MegatronLegacyReader:
         check_grid(folder, found, sizes, cells, faults)
         files = {}
         for place in cells:
-            path = os.path.join(folder, place.folder(sizes), FILE)
+            file = os.path.join(folder, place.folder(sizes), FILE)
             if faults.raises:
-                files[place] = read_rank_file(path, place.rank(sizes))
+                files[place] = read_rank_file(file, place.rank(sizes))
                 check_agreement(first, files[place])
             elif place.folder(sizes) in read:
-                files[place] = replace(read[place.folder(sizes)], origin=Origin(path, place.rank(sizes)))
+                files[place] = replace(read[place.folder(sizes)], origin=Origin(file, place.rank(sizes)))
+        if not faults.raises:
+            check_recorded_ranks(files, sizes, faults)
+            files = {place: file for place, file in files.items() if file.origin.path not in faults.files}
         _drop_outvoted(files, lambda file: _names_of_stage(file, files), faults)
         if not files:
             raise faults.errors[0]
