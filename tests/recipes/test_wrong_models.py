@@ -26,9 +26,9 @@ from xrank.recipes.ties import find_config_ties
 
 pytestmark = pytest.mark.timeout(240)
 
-DOCS = Path(__file__).parents[2] / "docs" / "families.md"
+DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 INVISIBLE = set(re.findall(r"^\| `((?:config|args) [^`]+)` \|", DOCS.read_text(), re.MULTILINE))
-"""The table of docs/families.md: mistakes that no tensor and no argument contradicts."""
+"""The table of docs/config.md: mistakes that no tensor and no argument contradicts."""
 
 
 def is_accepted(case: Case) -> bool:
@@ -48,7 +48,7 @@ def is_accepted(case: Case) -> bool:
 
 
 def list_accepted(cases: Iterable[Case]) -> tuple[set[str], int]:
-    """Return the mistakes that became a model and that docs/families.md does not list, and how many were refused."""
+    """Return the mistakes that became a model and that docs/config.md does not list, and how many were refused."""
     accepted, num_refused = set(), 0
     for case in cases:
         try:
