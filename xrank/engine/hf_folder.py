@@ -12,11 +12,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from xrank import dtypes
+from xrank.engine.torch_files import lay_out_archive_file, view
 from xrank.errors import UsageError, either, option
 from xrank.formats.rank_state import RankRecord, state_pickle
 from xrank.formats.safetensors_header import HeaderTensor, build_header
-from xrank.formats.torch_archive import ArchivedTensor, lay_out_archive
-from xrank.layout.nests import row_major
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.storage.places import state_file_name
 
@@ -153,12 +152,6 @@ def lay_out_state(
     `tensors` are the rank's parts, with local shapes; `names` has name in the state -> tensor, equal for tied names.
     """
     keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
-    views = {
-        tensor.name: ArchivedTensor(keys[tensor.name], tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
-        for tensor in tensors
-    }
+    views = {tensor.name: view(tensor.dtype, tensor.shape, keys[tensor.name]) for tensor in tensors}
     pickled = state_pickle(config, {name: views[tensor] for name, tensor in names.items()}, record.to_json())
-    layout = lay_out_archive(pickled, [tensor.nbytes for tensor in tensors])
-    placed = tuple(replace(tensor, offset=at) for tensor, at in zip(tensors, layout.offsets, strict=True))
-    name = state_file_name(record.rank)
-    return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending, layout.trailer)
+    return lay_out_archive_file(state_file_name(record.rank), pickled, tensors)

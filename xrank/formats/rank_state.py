@@ -8,7 +8,6 @@ The file is ``rank_<r>_state.pth``, a torch archive of ``{"config": dict, "weigh
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
@@ -18,10 +17,10 @@ from msgspec import DecodeError, Meta, Raw, Struct, ValidationError, convert, fi
 from msgspec.json import decode
 from msgspec.structs import replace
 
-from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, CorruptError, UsageError
+from xrank.formats.pickle_writing import write_pickle
 from xrank.formats.pickles import PickleFamilies, fill_blanks, refuse_inert
-from xrank.formats.torch_archive import STORAGE_DTYPES, ArchivedTensor, TorchArchive, read_archive
+from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 
 VERSION = 1
 CONFIG, WEIGHT, RECORD = "config", "weight", "xrank"
@@ -229,54 +228,9 @@ def _check_keys(value: Any, want: set[str], rare: Collection[str] = ()) -> dict[
     return value
 
 
-_STORAGES = {dtype_name: storage for storage, dtype_name in STORAGE_DTYPES.items()}
-_PROTOCOL = 2  # torch/serialization.py: DEFAULT_PROTOCOL
-
-
 def state_pickle(config: Mapping[str, Any], weights: Mapping[str, ArchivedTensor], record: str) -> bytes:
-    """Return the pickle of ``{"config": config, "weight": weights, "xrank": record}``.
-
-    Each tensor is the whole of its record in the archive; equal values become one tensor with several names.
-    """
-    parts = [pickle.PROTO + bytes([_PROTOCOL]), pickle.EMPTY_DICT, pickle.MARK]
-    parts += [_plain(CONFIG), _plain(dict(config)), _plain(WEIGHT), pickle.EMPTY_DICT, pickle.MARK]
-    memo: dict[ArchivedTensor, int] = {}
-    for name, tensor in weights.items():
-        parts.append(_plain(name))
-        if tensor in memo:
-            parts.append(pickle.LONG_BINGET + memo[tensor].to_bytes(4, "little"))
-            continue
-        # Plain values below reuse number 0. The config may have used any number, but does not need it anymore.
-        memo[tensor] = len(memo) + 1
-        parts += [_tensor(tensor), pickle.LONG_BINPUT + memo[tensor].to_bytes(4, "little")]
-    parts += [pickle.SETITEMS, _plain(RECORD), _plain(record), pickle.SETITEMS, pickle.STOP]
-    return b"".join(parts)
-
-
-def _plain(value: object) -> bytes:
-    """Return the opcodes that push a plain value."""
-    return pickle.dumps(value, _PROTOCOL)[2:-1]  # without the protocol and the stop
-
-
-def _global(module: str, name: str) -> bytes:
-    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
-
-
-def _tensor(tensor: ArchivedTensor) -> bytes:
-    """Return the call of torch/_utils.py: _rebuild_tensor_v2, or _v3 if the element type has no storage class."""
-    element = dtype(tensor.dtype)
-    storage = _STORAGES.get(element.torch_name)
-    count = prod(tensor.shape) * (1 if storage else element.nbytes)
-    kind = _global("torch", storage) if storage else _global("torch.storage", "UntypedStorage")
-    parts = [_global("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"), pickle.MARK]
-    # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
-    parts += [pickle.MARK, _plain("storage"), kind, _plain(tensor.key), _plain("cpu"), _plain(count)]
-    parts += [pickle.TUPLE, pickle.BINPERSID]
-    parts += [_plain(tensor.storage_offset), _plain(tensor.shape), _plain(tensor.strides), _plain(False)]
-    parts += [_global("collections", "OrderedDict"), pickle.EMPTY_TUPLE, pickle.REDUCE]  # no backward hooks
-    if storage is None:
-        parts.append(_global("torch", element.torch_name))
-    return b"".join([*parts, pickle.TUPLE, pickle.REDUCE])
+    """Return the pickle of ``{"config": config, "weight": weights, "xrank": record}``, by `write_pickle`."""
+    return write_pickle({CONFIG: config, WEIGHT: weights, RECORD: record})
 
 
 class SavedState(Struct, frozen=True):

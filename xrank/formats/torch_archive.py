@@ -405,6 +405,7 @@ ALIGNMENT = 4096
 
 _PREFIX = "archive/"  # torch's name for the folder in archives that it writes to a stream
 _PADDING = struct.Struct("<2sH")
+_VERSION = b"3\n"
 _UTF8 = 0x800
 
 _Placed: TypeAlias = tuple[int, bytes]
@@ -454,12 +455,12 @@ class _Member(Struct, frozen=True):
         return _ENTRY.pack(b"PK\1\2", 0, 0, self.flags, 0, 0, 0, *sizes, 0, 0, 0, 0, header) + self.name + self.wide
 
 
-def _place(name: str, nbytes: int, start: int) -> _Member:
+def _place(name: str, nbytes: int, start: int, alignment: int) -> _Member:
     """Return the member whose local header begins at `start`, its payload at the next multiple of the alignment."""
     raw = (_PREFIX + name).encode()
     wide = _Member(raw, start, 0, nbytes).wide
     payload = start + _LOCAL.size + len(raw) + len(wide) + _PADDING.size
-    return _Member(raw, start, -(-payload // ALIGNMENT) * ALIGNMENT, nbytes)
+    return _Member(raw, start, -(-payload // alignment) * alignment, nbytes)
 
 
 class ArchiveLayout(Struct, frozen=True):
@@ -478,7 +479,8 @@ class ArchiveLayout(Struct, frozen=True):
 
     def trailer(self, record: int, crc32: int) -> _Placed | None:
         """Return (offset, bytes) of a record's data descriptor, which is part of the ending; None if it has none."""
-        member = self._members[len(self._members) - 1 - len(self.offsets) + record][0]
+        first = next(row for row, (_, crc) in enumerate(self._members) if crc is None)
+        member = self._members[first + record][0]
         return (member.payload + member.nbytes, member.descriptor(crc32)) if member.nbytes else None
 
     def ending(self, crc32: Sequence[int]) -> list[_Placed]:
@@ -496,28 +498,35 @@ class ArchiveLayout(Struct, frozen=True):
         return [*placed, (start, entries + _end(start, len(entries), len(members)))]
 
 
-def lay_out_archive(pickled: bytes, record_nbytes: Iterable[int]) -> ArchiveLayout:
-    """Return the layout of an archive with this ``data.pkl`` and records ``data/0``, ``data/1``, ... of these sizes."""
+def lay_out_archive(
+    pickled: bytes, record_nbytes: Iterable[int], *, alignment: int = ALIGNMENT, ends_with_records: bool = False
+) -> ArchiveLayout:
+    """Return the layout of an archive with this ``data.pkl`` and records ``data/0``, ``data/1``, ... of these sizes.
+
+    All bytes after the payload of a single record are one part of the ending if the archive `ends_with_records`.
+    """
     front = bytearray()
     members: list[tuple[_Member, int | None]] = []
-    known = [("data.pkl", pickled), (".format_version", b"1"), (".storage_alignment", b"%d" % ALIGNMENT)]
-    for name, content in (*known, ("byteorder", b"little")):
-        member = _place(name, len(content), len(front))
+    known = [("data.pkl", pickled), (".format_version", b"1"), (".storage_alignment", b"%d" % alignment)]
+    known += [("byteorder", b"little"), *([("version", _VERSION)] if ends_with_records else [])]
+    for name, content in known:
+        member = _place(name, len(content), len(front), alignment)
         front += _whole(member, content)
         members.append((member, isal_zlib.crc32(content)))
     records: list[_Member] = []
     end = len(front)
     for key, nbytes in enumerate(record_nbytes):
-        records.append(_place(f"data/{key}", nbytes, end))
+        records.append(_place(f"data/{key}", nbytes, end, alignment))
         end = records[-1].end
-    version = b"3\n"
-    last = _place("version", len(version), end)
     members += [(record, None) for record in records]
-    members.append((last, isal_zlib.crc32(version)))
-    directory = sum(len(member.entry(0)) for member, _ in members)
-    tail = last.end + directory + len(_end(0, 0, 0))
     headers = [(record.header, record.local_header()) for record in records]
-    headers.append((end, _whole(last, version)))
+    if not ends_with_records:
+        last = _place("version", len(_VERSION), end, alignment)
+        members.append((last, isal_zlib.crc32(_VERSION)))
+        headers.append((end, _whole(last, _VERSION)))
+        end = last.end
+    directory = sum(len(member.entry(0)) for member, _ in members)
+    tail = end + directory + len(_end(0, 0, 0))
     return ArchiveLayout(bytes(front), tuple(r.payload for r in records), tuple(headers), tail, tuple(members))
 
 
