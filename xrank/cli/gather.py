@@ -242,14 +242,29 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
 
 @click.command(
     cls=Command,
-    short_help="Write a workspace or model folder in another layout.",
-    examples=["reshard demo/workspace --layout new.toml -o resharded"],
+    short_help="Write a checkpoint in another layout, or for another framework to resume.",
+    examples=[
+        "reshard demo/workspace --layout new.toml -o resharded",
+        "reshard checkpoint-2000 --to deepspeed-universal -o resumed",
+    ],
 )
 @click.argument("source", metavar="SRC", type=PATH)
-@click.option("--layout", "layouts", required=True, type=PATH, metavar="FILE", help="File of the new layout.")
 @click.option(
-    "-o", "--out", required=True, type=PATH, metavar="DIR", help="Output workspace; it appears by one rename."
+    "--to",
+    type=click.Choice(["workspace", "dcp", "torchtitan", "accelerate", "deepspeed-universal"]),
+    default="workspace",
+    show_default=True,
+    metavar="FORM",
+    help="dcp, torchtitan, accelerate or deepspeed-universal: model and optimizer, to resume; or workspace.",
 )
+@click.option("--layout", "layouts", type=PATH, metavar="FILE", help="File of the new layout; a workspace needs it.")
+@click.option(
+    "--dp", type=int, metavar="N", help="Cut the first dim of each tensor into N parts, in files of their own."
+)
+@click.option("--tp", type=int, metavar="N", help="Cut the second dim, likewise.")
+@click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help="Output; it appears by one rename.")
+@click.option("--tag", metavar="NAME", help="Folder of DeepSpeed's files.  [default: global_step<N>]")
+@click.option("--optimizer", type=click.Choice(["Adam", "AdamW"]), help="Optimizer of SRC, if it does not record it.")
 @options.recipe("Recipe that renames and splits tensors, in either direction.  [default: the names stay]")
 @options.base_model("the companions and config.json to copy.")
 @options.part("SRC")
@@ -264,10 +279,11 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
 @sharing
 @reporting
 def reshard_command(
-    output: Output, source: str, layouts: str, timeout: float, distributed: bool, **arguments: Any
+    output: Output, source: str, layouts: str | None, timeout: float, distributed: bool, **arguments: Any
 ) -> None:
     """Write SRC, a workspace or any other checkpoint, as the states of ranks in another layout.
 
+    With --to, model and optimizer are written as another framework loads them, on any ranks.
     After an interruption the same command resumes. Ranks that torchrun, srun or mpirun started share
     the work; rank 0 reports.
     """
@@ -280,8 +296,12 @@ def reshard_command(
 def _reshard_rows(report: Report) -> list[tuple[str, str]]:
     made = report.made
     rows = [source_row(report), proof_row(report), ("layout", f"{made.mesh}; run {made.run_id}")]
-    rows += output_rows(made, "whose bytes they share")
     files = made.files
+    if not made.run_id:
+        rows[-1] = ("form", str(made.mesh))
+        rows += output_rows(made, "")
+        return [*rows, _outcome_row(report, f"{plural(len(files), 'file')}, {size_text(sum(f.nbytes for f in files))}")]
+    rows += output_rows(made, "whose bytes they share")
     sizes = sorted(file.nbytes for file in files)
     share = size_text(sizes[0]) if sizes[0] == sizes[-1] else f"{size_text(sizes[0])} to {size_text(sizes[-1])}"
     rows.append(_outcome_row(report, f"{plural(len(files), 'state')} of {share}"))

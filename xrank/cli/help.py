@@ -10,7 +10,8 @@ import click
 _SECTIONS = {
     "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles", "allow_http"),
     "Output": (
-        *("out", "layouts", "max_shard_size", "overwrite", "resume", "verify", "dry_run", "page", "sign", "attest"),
+        *("to", "out", "layouts", "dp", "tp", "tag", "max_shard_size", "overwrite", "resume", "verify", "dry_run"),
+        *("page", "sign", "attest"),
         "push_to_hub",
     ),
     "Names and values": (

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from xrank.commands.earlier_output import check_dry_run
 from xrank.commands.report import counts_requests, reshard_report
@@ -14,8 +14,10 @@ from xrank.engine.report import Report
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.ranks.team import find_launched_team
-from xrank.recipes.options import GatherOptions, dtype_choice
+from xrank.recipes.options import GatherOptions, dtype_choice, wrong_value
 from xrank.recipes.reshard_plan import Reshard, plan_reshard
+from xrank.recipes.state_plan import StateChoices, plan_state
+from xrank.recipes.state_targets import StateTarget
 from xrank.storage import places
 from xrank.storage.staging import plan_apart
 from xrank.storage.url import clean_path
@@ -29,9 +31,14 @@ if TYPE_CHECKING:
 @counts_requests
 def reshard_checkpoint(
     source: str | os.PathLike[str],
-    layouts: str | os.PathLike[str] | LayoutMap,
+    layouts: str | os.PathLike[str] | LayoutMap | None,
     out: str | os.PathLike[str],
     *,
+    to: Literal["workspace", "dcp", "torchtitan", "accelerate", "deepspeed-universal"] = "workspace",
+    dp: int | None = None,
+    tp: int | None = None,
+    tag: str | None = None,
+    optimizer: Literal["Adam", "AdamW"] | None = None,
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
     part: str | None = None,
@@ -46,7 +53,11 @@ def reshard_checkpoint(
     distributed: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> Report:
-    """Write a checkpoint as the states of ranks in another layout: one state for each rank of the new mesh.
+    """Write a checkpoint as states of ranks in another layout, or a training state for another framework to resume.
+
+    With `to`, model and optimizer are written: masters in fp32, moments, steps, groups and plain values. The report's
+    notes name what the target has no place for. Without it, the model alone becomes one state for each rank of the new
+    mesh.
 
     The plan is proven from metadata before anything is written: every element of the source, and of every new part,
     exactly once. While bytes move, all recorded checksums and all replicas are compared. The workspace appears by one
@@ -57,8 +68,16 @@ def reshard_checkpoint(
         source: the folder, or file, to read: any source of `gather_checkpoint` with recorded layouts.
         layouts: a file of the new layout, or its content, with a rule for every tensor. Names in its ``[alias]`` are
             compared with the tensors that they stand for, and share their bytes in every state.
+            With `to`, None lets each file hold whole tensors: all targets are loaded on any ranks.
         out: the workspace to make; or its URL in a store, ``s3://bucket/states``, where the last rank's state appears
             last.
+        to: ``"dcp"``, torch's distributed checkpoint with the names of ``get_state_dict``; ``"torchtitan"``, the same
+            with torchtitan's names; ``"accelerate"``, its two folders, as transformers' Trainer has them; or
+            ``"deepspeed-universal"``, for ZeRO of any stage.
+        dp: number of parts of each tensor's first dim in DCP's files, instead of `layouts`; `tp` of its second.
+        tp: see `dp`.
+        tag: name of the folder with DeepSpeed's files; None: ``global_step<N>``.
+        optimizer: the optimizer of a source that does not record it.
         recipe: name of a shipped recipe, or a file, from training names to Hugging Face's or back, whichever fits the
             source; the layout's rules are for the new names. None, and ``"none"``, keep the names.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: its companions, and its
@@ -91,6 +110,19 @@ def reshard_checkpoint(
     """
     started, place, path = time.monotonic(), places.enter(source), clean_path(out)
     choice = dtype_choice(dtype)
+    if to not in (*get_args(StateTarget), "workspace"):
+        raise wrong_value("to", to, f"one of workspace, {', '.join(get_args(StateTarget))}")
+    of_states = {"dp": dp, "tp": tp, "tag": tag, "optimizer": optimizer}
+    unused = of_states if to == "workspace" else {"base_model": base_model, "world_size": world_size}
+    if name := next((name for name, value in unused.items() if value is not None), None):
+        step = f"leave {option(name)} out"
+        raise UsageError(f"{option(name)} does not go with {option('to', to)}", got=option("to", to), next_step=step)
+    if to == "workspace" and layouts is None:
+        raise UsageError(
+            "a workspace needs the layout of its ranks",
+            want=option("layouts", metavar="FILE"),
+            next_step=f"give a layout file, or a target that is loaded on any ranks, such as {option('to', 'dcp')}",
+        )
     if choice == "base":
         raise UsageError(
             f"{option('dtype', 'base')} is for a gather: states are not cast to the types of a base model",
@@ -108,6 +140,12 @@ def reshard_checkpoint(
     )
 
     def plan(host: str, *, checks_output: bool = True) -> Reshard:
+        make: Callable[[], Reshard]
+        if to != "workspace":
+            choices = StateChoices(to, layouts, dp, tp, tag, optimizer, recipe, part)
+            make = partial(plan_state, place, options, choices)
+            return plan_apart(place, path, make, overwrite=overwrite, replaces_states=True, checks_output=checks_output)
+        assert layouts is not None
         make = partial(
             plan_reshard,
             place,

@@ -456,6 +456,8 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
                 state.update(array.tobytes())
     for made in plan.files:
         state.update(made.output.name.encode() + made.output.header)
+        for offset, data in made.output.fragments:
+            state.update(b"%d:" % offset + data)
     for choice in options:
         state.update(choice.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not text
     return state.hexdigest()

@@ -22,7 +22,7 @@ import xxhash
 from msgspec import Struct, convert, to_builtins
 
 from xrank import system
-from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError
+from xrank.errors import AGAIN, CorruptError, OutputExistsError, UnsafeError, XrankError
 from xrank.storage import disk
 from xrank.storage.commit import DescriptorTarget, JournalLine, Stage, make_exists_error, owner_state, seal, unseal
 from xrank.storage.disk import describe, explain, explain_errors, sync_folder
@@ -80,7 +80,9 @@ def parse_journal(content: bytes) -> Journal | None:
             line = convert(record, JournalLine)
         except ValueError:
             break
-        if os.path.basename(line.file) != line.file:  # no file outside the stage counts as finished
+        try:
+            check_inner_name(line.file)  # no file outside the stage counts as finished
+        except UnsafeError:
             break
         finished[line.file] = line  # a file that was made again has two lines: the last counts
     return Journal(plan, host, pid, tuple(finished.values()))

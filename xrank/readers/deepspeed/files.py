@@ -236,6 +236,8 @@ def list_files(folder: str) -> CheckpointFiles:
             _set(partitions.setdefault(owner.slice, {}), owner.rank, path, f"rank {owner.rank}")
         elif not owner.slice:
             _set(rank_models, owner.rank, path, f"rank {owner.rank}")
+    if is_universal and models:
+        rank_models = {}  # xrank writes the same under both names, for engines of all stages
     first = sliced[0] if sliced else None
     return CheckpointFiles(folder, models, rank_models, partitions, layers, experts, is_universal, first)
 

@@ -189,9 +189,12 @@ def _read_universal(files: CheckpointFiles, content: Content, records: Records) 
             n: (own[STEP], archive) for group, own in zip(shapes, states, strict=True) if STEP in own for n in group
         }
     moments: dict[str, dict[str, StoredShard]] = {}
+    listed = {name: places.list_names(os.path.join(place, name)) for name in content.trained}
+    has_steps = any(f"{STEP}.pt" in entries for entries in listed.values())
     for name, shard in content.trained.items():
-        folder = os.path.join(place, name)
-        entries = places.list_names(folder)
+        folder, entries = os.path.join(place, name), listed[name]
+        if has_steps and {"fp32.pt", *entries} == {"fp32.pt"}:
+            continue  # ds_to_universal.py: main: it has not received a gradient
         kinds = {entry.removesuffix(".pt") for entry in entries if entry.endswith(".pt")} - {"fp32", STEP}
         refuse_other_kinds({name: kinds}, Origin(folder))
         is_sliced = len(files.models) > 1
