@@ -109,6 +109,9 @@ def check_transcript(transcript: str) -> None:
 def check_arguments(line: str) -> None:
     """Check that a command that cannot run here is typed right: xrank's options, make's targets, files of examples."""
     words = shlex.split(re.sub(r" >>? .*", "", line), comments=True)
+    while words and "=" in words[0]:  # variables before a command
+        path = ROOT / words.pop(0).partition("=")[2]
+        assert path.suffix != ".py" or path.is_file()
     if "xrank" in words:
         command, arguments = cli, words[words.index("xrank") + 1 :]
         while isinstance(command, click.Group):
@@ -121,7 +124,7 @@ def check_arguments(line: str) -> None:
     elif words[:1] == ["python"]:
         assert (ROOT / words[1]).is_file()
     else:
-        assert not words or words[0] in {"pip", "openssl", "model_signing"}, line
+        assert not words or words[0] in {"bash", "openssl", "pip", "model_signing"}, line
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ DROPPED = [
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
     "model.safetensors.index.fp16.json",
+    "fqn_to_dtype_mapping.json",
+    "fqn_to_file_index_mapping.json",
     "xrank_manifest.json",
 ]
 

@@ -10,8 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.commands.exported import assert_same_folder
+from xrank import gather_checkpoint
 
 # Two ranks import torch, transformers and DeepSpeed in each launch.
 pytestmark = pytest.mark.timeout(600)
@@ -50,14 +52,41 @@ def test_a_save_is_a_model_folder(quick: Path, case: str) -> None:
     assert_same_folder(quick / case / "made", quick / case / "want")
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_the_blocks_of_the_page_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def block_with(words: str) -> str:
+    """Return the block of the page that contains these words."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    exec(compile(blocks[number], PAGE.name, "exec"), {"__name__": "page"})
+    (found,) = [block for block in blocks if words in block]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's use of torch
+@pytest.mark.parametrize("words", ["import LlamaConfig", "export_at_save", "import lightning"])
+def test_the_blocks_of_the_page_run(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block_with(words), PAGE.name, "exec"), {"__name__": "page"})
     made = {"models/checkpoint-2", "checkpoints/1/huggingface", "steps/step-2"}
     assert sum((tmp_path / one / "model.safetensors").exists() for one in made) == 1
+
+
+@pytest.mark.parametrize("cut", ["fsdp_size=2", pytest.param("tp_size=2", marks=pytest.mark.slow)])
+def test_a_model_of_a_distributed_config(cut: str, tmp_path: Path) -> None:
+    """The program of the page, which saves the model once more as transformers does, in both ways."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2))
+    model.save_pretrained(tmp_path / "base")
+    save = 'model.save_pretrained("want")\nmodel.save_pretrained("shards", distributed_checkpoint=True)\nload_model('
+    program = block_with("DistributedConfig").replace("fsdp_size=2", cut).replace("\nload_model(", f"\n{save}")
+    program = program.replace("dist.destroy", 'model.save_pretrained("loaded")\ndist.destroy')
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launched = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
+    )
+    assert launched.returncode == 0, launched.stderr[-6000:]
+    gather_checkpoint(tmp_path / "shards", tmp_path / "gathered")
+    assert_same_folder(tmp_path / "models/step-2", tmp_path / "want")
+    assert_same_folder(tmp_path / "gathered", tmp_path / "want")
+    assert_same_folder(tmp_path / "models/step-1", tmp_path / "loaded")
 
 
 @pytest.mark.slow

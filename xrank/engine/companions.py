@@ -24,8 +24,11 @@ _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data"),
     *(".ot", ".npz", ".tflite", ".distcp", ".lock", ".part"),
 )
-# model.safetensors.index.json, pytorch_model.bin.index.fp16.json; not just any index: an unknown one may be needed.
-_WEIGHT_INDEX = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)\.index(\.[^.]+)?\.json")
+# model.safetensors.index.json, pytorch_model.bin.index.fp16.json, and NeMo Automodel's two lists in .hf_metadata; not
+# just any index: an unknown one may be needed.
+_WEIGHT_INDEX = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)\.index(\.[^.]+)?\.json|fqn_to_(dtype|file_index)_mapping\.json"
+)
 _OWN = {MANIFEST_NAME, SIGNATURE_NAME, ATTESTATION_NAME}
 
 _WELL_KNOWN = (
