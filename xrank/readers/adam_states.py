@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from xrank.dtypes import dtype, numpy_dtype
 from xrank.errors import UsageError
 from xrank.formats.pickles import InertRecord
-from xrank.formats.torch_archive import ArchivedTensor, walk_leaves
+from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, walk_leaves
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.layout.training_state import MASTER, MOMENTS, LeftOut, ParameterGroup, TrainingState
 from xrank.readers.records import Subject
-from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.words import list_text, plural
 
 STEP = "step"
@@ -135,14 +135,27 @@ def read_numbers(files: Sequence[SourceFile], records: RecordTable, shards: Sequ
     for number, mine in groupby(sorted(placed, key=lambda each: each[0]), key=lambda each: each[0]):
         with open_regular(files[number].path) as file:
             for _, shard in mine:
-                record, kind = int(shard.record[0]), numpy_dtype(shard.dtype)
-                data = file.read(int(records.offset[record]), int(records.nbytes[record]))
-                crc32 = int(records.crc32[record])
-                if crc32 not in (NO_CHECKSUM, isal_zlib.crc32(data)):
-                    raise file.origin.corrupt(f"{shard.name} fails its checksum", tensor=shard.name)
-                at = int(shard.nests.x[0]) * kind.itemsize
-                found[shard.name] = float(np.frombuffer(data[at : at + kind.itemsize], kind)[0])
+                row, at = int(shard.record[0]), int(shard.nests.x[0])
+                place = int(records.offset[row]), int(records.nbytes[row])
+                found[shard.name] = _read_number(file, place, int(records.crc32[row]), shard.dtype, at)
     return found
+
+
+def read_number(archive: TorchArchive, value: object) -> object:
+    """Return a value of an archive, or in place of a tensor of one element the number in it."""
+    if not isinstance(value, ArchivedTensor):
+        return value
+    record = archive.records[value.key]
+    crc32 = record.crc32 if archive.has_checksums else NO_CHECKSUM
+    with open_regular(archive.path) as file:
+        return _read_number(file, (record.offset, record.nbytes), crc32, value.dtype, value.storage_offset)
+
+
+def _read_number(file: RegularFile, place: tuple[int, int], crc32: int, element: str, at: int) -> float:
+    kind, data = numpy_dtype(element), file.read(*place)
+    if crc32 not in (NO_CHECKSUM, isal_zlib.crc32(data)):
+        raise file.origin.corrupt(f"a number at byte {place[0]:,} fails its checksum")
+    return float(np.frombuffer(data[at * kind.itemsize : (at + 1) * kind.itemsize], kind)[0])
 
 
 def check_step(value: object, parameter: str, origin: Origin) -> float:

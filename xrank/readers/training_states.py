@@ -15,6 +15,7 @@ from xrank.readers.dcp import MODEL_FOLDER
 from xrank.readers.dcp_states import read_dcp_state
 from xrank.readers.deepspeed.states import read_deepspeed_state
 from xrank.readers.discovery import find_source
+from xrank.readers.megatron.states import read_megatron_state
 from xrank.readers.records import read_object
 from xrank.storage import places
 from xrank.storage.regular_file import Origin
@@ -22,6 +23,7 @@ from xrank.storage.regular_file import Origin
 _READERS: Mapping[str, Callable[[str, Hints], TrainingState]] = {
     "dcp": read_dcp_state,
     "deepspeed": read_deepspeed_state,
+    "megatron-dist": read_megatron_state,
 }
 """Format -> function that reads its training states."""
 

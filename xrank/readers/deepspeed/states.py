@@ -22,14 +22,14 @@ from xrank.readers.adam_states import (
     foreign_error,
     make_group,
     make_training_state,
-    read_numbers,
+    read_number,
     refuse_other_kinds,
     why_not_plain,
 )
 from xrank.readers.base import Hints
 from xrank.readers.deepspeed.files import CheckpointFiles, Shapes, check_table, list_files, read_table, resolve_folder
 from xrank.readers.deepspeed.reader import Content, DeepSpeedReader, locate_universal, read_content
-from xrank.readers.deepspeed.tensors import FlatRows, groups_of_slices, locate_trained, locate_whole, piece_numel
+from xrank.readers.deepspeed.tensors import FlatRows, groups_of_slices, locate_trained, piece_numel
 from xrank.readers.records import Records
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
@@ -125,7 +125,7 @@ def _read_partitions(files: CheckpointFiles, content: Content, records: Records)
     table = check_table(first.base, "the optimizer's state", first.origin)
     groups, steps = _read_groups(table, shapes, first.origin)
     steps |= {name: own[STEP] for group, own in zip(shapes, states[0], strict=True) if STEP in own for name in group}
-    return moments, _read_steps({name: (step, first.archive) for name, step in steps.items()}, records), groups
+    return moments, _read_steps({name: (step, first.archive) for name, step in steps.items()}), groups
 
 
 def _list_states(base: object, count: int, origin: Origin) -> list[dict[str, object]]:
@@ -164,17 +164,13 @@ def _read_groups(
     return groups, steps
 
 
-def _read_steps(found: Mapping[str, tuple[object, TorchArchive]], records: Records) -> dict[str, float]:
+def _read_steps(found: Mapping[str, tuple[object, TorchArchive]]) -> dict[str, float]:
     """Return each parameter's step, which is a number or a tensor in an archive."""
-    placed = [
-        locate_whole(name, step, Origin(archive.path), records.add_archive(archive))
-        for name, (step, archive) in found.items()
-        if isinstance(step, ArchivedTensor)
-    ]
-    read = read_numbers(records.files, records.table(), placed)
-    return {
-        name: check_step(read.get(name, step), name, Origin(archive.path)) for name, (step, archive) in found.items()
-    }
+    read: dict[int, object] = {}  # parameters of a group share an object
+    for step, archive in found.values():
+        if id(step) not in read:
+            read[id(step)] = read_number(archive, step)
+    return {name: check_step(read[id(step)], name, Origin(archive.path)) for name, (step, archive) in found.items()}
 
 
 def _read_universal(files: CheckpointFiles, content: Content, records: Records) -> _Read:
@@ -205,7 +201,7 @@ def _read_universal(files: CheckpointFiles, content: Content, records: Records) 
         if f"{STEP}.pt" in entries:
             own = read_archive(os.path.join(folder, f"{STEP}.pt"))
             steps[name] = own.value, own
-    return moments, _read_steps(steps, records), groups
+    return moments, _read_steps(steps), groups
 
 
 def _read_values(files: CheckpointFiles) -> tuple[dict[str, Any], list[LeftOut]]:

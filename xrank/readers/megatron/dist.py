@@ -66,6 +66,10 @@ class MegatronDistReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
+        return self.read_all(path, hints)[0]
+
+    def read_all(self, path: str, hints: Hints) -> tuple[StoredModel, DcpMetadata]:
+        """Return the model, and the metadata of all tensors; errors as in `read`."""
         folder = resolve_folder(path, _holds)
         faults, origin = hints.faults, Origin(os.path.join(folder, _COMMON))
         step = args = sizes = None
@@ -94,7 +98,7 @@ class MegatronDistReader:
         ranks = sorted({rank for name in metadata.files if (rank := rank_of_file(name)) is not None})
         world = sizes.world if sizes is not None and sizes.world else ranks[-1] + 1 if ranks else None
         notes = _notes(folder, metadata, tensors, pieces, args, faults)
-        return StoredModel(
+        model = StoredModel(
             format=self.name,
             path=path,
             files=pieces.files,
@@ -109,6 +113,7 @@ class MegatronDistReader:
             hashes=hashes,
             details=_details(folder, metadata, tensors, args, sizes),
         )
+        return model, metadata
 
 
 def _holds(path: str) -> bool:
