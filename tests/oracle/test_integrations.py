@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,12 +12,13 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.commands.exported import assert_same_folder
+from tests.page_blocks import find_block, run_program
 from xrank import gather_checkpoint
 
 # Two ranks import torch, transformers and DeepSpeed in each launch.
 pytestmark = pytest.mark.timeout(600)
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = "integrations.md"
 QUICK = ("trainer-fsdp1", "trainer-fsdp2", "trainer-zero3", "accelerate-zero2", "accelerate-fsdp2")
 SLOW = ("trainer-ddp", "trainer-zero1", "trainer-zero2", "accelerate-fsdp1", "accelerate-zero3")
 
@@ -52,18 +52,11 @@ def test_a_save_is_a_model_folder(quick: Path, case: str) -> None:
     assert_same_folder(quick / case / "made", quick / case / "want")
 
 
-def block_with(words: str) -> str:
-    """Return the block of the page that contains these words."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    (found,) = [block for block in blocks if words in block]
-    return found
-
-
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's use of torch
 @pytest.mark.parametrize("words", ["import LlamaConfig", "export_at_save", "import lightning"])
 def test_the_blocks_of_the_page_run(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block_with(words), PAGE.name, "exec"), {"__name__": "page"})
+    exec(compile(find_block(PAGE, words), PAGE, "exec"), {"__name__": "page"})
     made = {"models/checkpoint-2", "checkpoints/1/huggingface", "steps/step-2"}
     assert sum((tmp_path / one / "model.safetensors").exists() for one in made) == 1
 
@@ -74,15 +67,8 @@ def test_a_model_of_a_distributed_config(cut: str, tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2))
     model.save_pretrained(tmp_path / "base")
     save = 'model.save_pretrained("want")\nmodel.save_pretrained("shards", distributed_checkpoint=True)\nload_model('
-    program = block_with("DistributedConfig").replace("fsdp_size=2", cut).replace("\nload_model(", f"\n{save}")
-    program = program.replace("dist.destroy", 'model.save_pretrained("loaded")\ndist.destroy')
-    (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launched = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
-    )
-    assert launched.returncode == 0, launched.stderr[-6000:]
+    program = find_block(PAGE, "DistributedConfig").replace("fsdp_size=2", cut).replace("\nload_model(", f"\n{save}")
+    run_program(tmp_path, program.replace("dist.destroy", 'model.save_pretrained("loaded")\ndist.destroy'), num_ranks=2)
     gather_checkpoint(tmp_path / "shards", tmp_path / "gathered")
     assert_same_folder(tmp_path / "models/step-2", tmp_path / "want")
     assert_same_folder(tmp_path / "gathered", tmp_path / "want")
