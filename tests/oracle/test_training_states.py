@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.oracle.save_megatron_state import KINDS, WORLD
 from tests.oracle.save_training_states import CASES, OF_FOUR, STEPS
 from tests.readers.stored_tensors import read_moments, read_tensors
+from xrank.errors import UsageError
 from xrank.layout.training_state import TrainingState
 from xrank.readers.training_states import read_training_state
 
@@ -81,3 +84,49 @@ def test_two_ranks(of_two: Path, case: str) -> None:
 @pytest.mark.parametrize("case", OF_FOUR)
 def test_four_ranks(of_four: Path, case: str) -> None:
     assert_holds(read_training_state(str(of_four / case)), torch.load(of_four / case / "expected.pt"))
+
+
+@pytest.fixture(scope="module")
+def of_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    script = Path(__file__).with_name("save_megatron_state.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for kind in KINDS:
+        with (folder / "log").open("w") as log:
+            # Helper processes of Megatron outlive its ranks for a while, and would keep a pipe open.
+            commands = [[sys.executable, str(script), str(rank), str(folder), kind] for rank in range(WORLD)]
+            ranks = [subprocess.Popen(command, stdout=log, stderr=log, env=environment) for command in commands]
+            ended = [rank.wait(timeout=200) for rank in ranks]
+        assert ended == [0] * WORLD, (folder / "log").read_text()[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed (see the Makefile)")
+@pytest.mark.parametrize("kind", ["fully_reshardable", "plain"])
+def test_megatron(of_megatron: Path, kind: str) -> None:
+    want = torch.load(of_megatron / f"run-{kind}" / "expected.pt")
+    state = read_training_state(str(of_megatron / f"run-{kind}"))
+    moments, found = read_moments(state), 0
+    for name, own in want.items():
+        # Megatron saves norms as those of the layers behind them, as Transformer Engine has them.
+        saved_name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        saved_name = saved_name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", saved_name)
+        stacked = moments[name if layer is None else f"decoder.layers.{layer[2]}"]
+        got = stacked if layer is None else {kind: tensor[int(layer[1])] for kind, tensor in stacked.items()}
+        assert_same(got, own, name)
+        found += sum(tensor.numel() for tensor in got.values())
+    assert found == sum(tensor.numel() for own in moments.values() for tensor in own.values())
+    assert set(state.steps.values()) == {STEPS}
+    decays = [{name.rpartition(".")[2] for name in group.parameters} for group in state.groups]
+    assert decays == [{"weight"}, {"weight", "layer_norm_weight"}]
+    assert state.groups[1].options["wd_mult"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-core is not installed (see the Makefile)")
+def test_megatron_buckets_are_refused_with_the_option(of_megatron: Path) -> None:
+    with pytest.raises(UsageError, match="buckets") as raised:
+        read_training_state(str(of_megatron / "run-dp_reshardable"))
+    assert "--dist-ckpt-optim-fully-reshardable" in str(raised.value.next_step)
