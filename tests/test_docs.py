@@ -17,6 +17,7 @@ import torch
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
+from tests.page_blocks import run_program
 from xrank import NFSWorkspace
 from xrank.cli.main import cli
 from xrank.formats.torch_archive import read_archive
@@ -27,6 +28,8 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 IN_ORACLE = {"from-deepspeed.md", "integrations.md"}
 """Pages with Python that needs frameworks: tests of their names in tests/oracle run it."""
+TORCHRUN = "# torchrun --nproc-per-node "
+"""How a program of several ranks begins."""
 LANGUAGES = ("console", "python", "sh", "text", "toml")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -71,7 +74,7 @@ def test_the_blocks_of_a_page_are_true(page: Path, demo: Path, tmp_path: Path, m
     for line, language, text in found:
         if language == "python":
             code = compile("\n" * line + text, page.name, "exec")
-            if page.name not in IN_ORACLE:
+            if page.name not in IN_ORACLE and not text.startswith(TORCHRUN):
                 exec(code, {})
         elif language == "console":
             for transcript in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
@@ -83,6 +86,16 @@ def test_the_blocks_of_a_page_are_true(page: Path, demo: Path, tmp_path: Path, m
             Path("layout.toml").write_text(text)
             cut = {"layouts.md": "[f/~tp/~dp, h]", "switching-from-modelopt.md": "[f/tp, h]"}[page.name]
             assert str(LayoutMap.read("layout.toml")["model.layers.17.mlp.up_proj.weight"]) == cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if TORCHRUN in page.read_text()], ids=lambda page: page.name)
+def test_the_programs_of_several_ranks_run(page: Path, tmp_path: Path):
+    if page.name in IN_ORACLE:
+        pytest.skip("needs frameworks: make oracle")
+    for _, _, text in blocks(page):
+        if text.startswith(TORCHRUN):
+            run_program(tmp_path, text, num_ranks=int(text.removeprefix(TORCHRUN).split()[0]))
 
 
 def normal(text: str) -> str:
