@@ -105,6 +105,7 @@ def test_keys(tmp_path: Path, under: Callable[[Any, Any], Any], flat: bool) -> N
     state = read_training_state(str(write(tmp_path / "step-2", under(*nested(net, optimizer, flat=flat)))))
     assert_holds(state, net, optimizer)
     assert state.optimizer == "AdamW"
+    assert state.stored.aliases == {"head.weight": "embed.weight"}
     assert "unused.weight" in state.groups[0].parameters and "unused.weight" not in state.states
     assert (state.steps["up.weight"], state.steps["up.bias"]) == (1, 2)
 
@@ -118,6 +119,17 @@ def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     state = read_training_state(str(write(tmp_path / "a", {"model": model, "optimizer": moments})))
     assert_holds(state, net, optimizer)
     assert state.optimizer == "Adam"
+
+
+def test_equal_matrices_that_no_tie_explains(tmp_path: Path) -> None:
+    """A frozen copy of what has changed since, and a frozen matrix of zeros beside a trained one."""
+    net, optimizer = trained()
+    with torch.no_grad():
+        net.up.weight.zero_()
+    model, moments = nested(net, optimizer)
+    model |= {"copy": net.up.weight.clone(), "bias": net.up.bias.clone(), "near": net.embed.weight + 1}
+    state = read_training_state(str(write(tmp_path / "a", {"model": model, "optimizer": moments})))
+    assert state.stored.aliases == {"head.weight": "embed.weight"}
 
 
 def test_values_beside_the_optimizer(tmp_path: Path) -> None:

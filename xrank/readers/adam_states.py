@@ -24,30 +24,21 @@ from xrank.words import list_text, plural
 STEP = "step"
 _KINDS = frozenset({*MOMENTS, MASTER, STEP})
 _OF_OTHERS = {
-    "momentum_buffer": "SGD or Muon",
-    "exp_avg_sq_row": "Adafactor",
-    "exp_avg_sq_col": "Adafactor",
-    "row_var": "Adafactor",
-    "col_var": "Adafactor",
-    "state1": "an 8-bit optimizer of bitsandbytes",
-    "state2": "an 8-bit optimizer of bitsandbytes",
-    "exp_inf": "Adamax",
-    "mu_product": "NAdam",
-    "square_avg": "RMSprop or Adadelta",
-    "sum": "Adagrad",
-    "exp_avg_diff": "Adan",
-    # In groups: what a state before its first step, or with Adam's moments, shows.
-    "momentum": "SGD or Muon",
-    "ns_steps": "Muon",
-    "momentum_decay": "NAdam",
-    "beta2_decay": "Adafactor",
-    "scale_parameter": "Adafactor",
-    "rho": "Adadelta",
-    "alpha": "RMSprop",
-    "lr_decay": "Adagrad",
-    "max_coeff": "LAMB",
-    "grad_averaging": "LAMB",
-    "d_coef": "Prodigy",
+    key: optimizer
+    for optimizer, keys in {
+        "SGD or Muon": "momentum_buffer momentum",
+        "Muon": "ns_steps",
+        "Adafactor": "exp_avg_sq_row exp_avg_sq_col row_var col_var beta2_decay scale_parameter",
+        "an 8-bit optimizer of bitsandbytes": "state1 state2",
+        "NAdam": "mu_product momentum_decay",
+        "RMSprop or Adadelta": "square_avg alpha rho",
+        "Adagrad": "sum lr_decay",
+        "LAMB": "max_coeff grad_averaging",
+        "Adamax": "exp_inf",
+        "Adan": "exp_avg_diff",
+        "Prodigy": "d_coef",
+    }.items()
+    for key in keys.split()
 }
 """Kind of state, or option of a group, that Adam does not have -> optimizer that has it."""
 _NEEDED = ("lr", "betas", "eps")

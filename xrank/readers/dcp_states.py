@@ -7,14 +7,17 @@ that lead to it. Options are ``param_groups.0.lr``; flattened, which torchtitan 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import DcpMetadata
 from xrank.formats.torch_archive import read_archive_in
+from xrank.layout.stored_model import NO_CHECKSUM, StoredModel
 from xrank.layout.training_state import LeftOut, ParameterGroup, TrainingState, state_name
 from xrank.readers.adam_states import (
     STEP,
@@ -28,6 +31,7 @@ from xrank.readers.adam_states import (
 )
 from xrank.readers.base import Hints
 from xrank.readers.dcp import MODEL_FOLDER, DcpReader, locate, read_folder
+from xrank.readers.records import compute_repeated_crc32
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
@@ -76,6 +80,7 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
     objects = {flat: problem for flat in others if flat in plain and (problem := why_not_plain(plain[flat]))}
     left_out += [LeftOut(flat, problem) for flat, problem in objects.items()]
     values = _nest({_keys(metadata, flat): plain[flat] for flat in others if flat in plain and flat not in objects})
+    model = replace(model, aliases=_find_ties(model, states))
     return make_training_state(
         add_shards(model, pieces.files, pieces.records, [s for s in pieces.shards if s.name not in numbers]),
         states,
@@ -86,6 +91,26 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
         others=[flat for flat in others if flat in metadata.tensors],
         left_out=left_out,
     )
+
+
+def _find_ties(model: StoredModel, trained: Collection[str]) -> dict[str, str]:
+    """Return the names of matrices that checksums show to be trained ones: torch saves a tied tensor under each name.
+
+    Training leaves no two matrices equal by chance, but it may leave zeros.
+    """
+    owners: dict[tuple[object, ...], str] = {}
+    found: dict[str, str] = {}
+    for shard in sorted(model.shards, key=lambda shard: shard.name not in trained):
+        rows = shard.record[np.argsort(shard.nests.y, kind="stable")]
+        crc32, nbytes = model.records.crc32[rows], model.records.nbytes[rows]
+        key = (shard.dtype, shard.shape, nbytes.tobytes(), crc32.tobytes())
+        if len(shard.shape) < 2 or not len(rows) or (crc32 == NO_CHECKSUM).any():
+            continue
+        if shard.name in trained:
+            owners.setdefault(key, shard.name)
+        elif key in owners and compute_repeated_crc32(b"\0", int(nbytes[0])) != crc32[0]:
+            found[shard.name] = owners[key]
+    return found
 
 
 class _SavedOptimizer(Struct, frozen=True):

@@ -140,9 +140,9 @@ def _name_optimizer(state: TrainingState, choices: StateChoices) -> TrainingStat
 
 
 def _check_whole(state: TrainingState, written: Collection[str]) -> None:
-    """Check that each tensor of the state is written, but for parameters whose masters are."""
+    """Check that each tensor of the state is written, but for parameters whose masters are, or which are tied."""
     masters = {name for name, kinds in state.states.items() if MASTER in kinds}
-    masters |= {name for name, target in state.stored.aliases.items() if target in masters}
+    masters |= {name for name, target in state.stored.aliases.items() if target in masters or target in written}
     lost = [shard.name for shard in state.stored.shards if shard.name not in written and shard.name not in masters]
     if lost:
         raise UsageError(
