@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -108,6 +109,22 @@ def test_keys(tmp_path: Path, under: Callable[[Any, Any], Any], flat: bool) -> N
     assert state.stored.aliases == {"head.weight": "embed.weight"}
     assert "unused.weight" in state.groups[0].parameters and "unused.weight" not in state.states
     assert (state.steps["up.weight"], state.steps["up.bias"]) == (1, 2)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_keys_that_a_planner_does_not_record(tmp_path: Path, flat: bool) -> None:
+    net, optimizer = trained()
+    model, moments = nested(net, optimizer, flat=flat)
+    state = {**model, "optimizer": moments, "optimizer.kind": 3, "optimizer.kind.of": 4}
+    for name in ("a", "b"):
+        metadata = write(tmp_path / name, state) / ".metadata"
+        content = pickle.loads(metadata.read_bytes())
+        content.planner_data = None
+        metadata.write_bytes(pickle.dumps(content))
+        state.pop("optimizer.kind.of", None)
+    assert_holds(read_training_state(str(tmp_path / "b")), net, optimizer)
+    with pytest.raises(CorruptError, match=r"optimizer\.kind\.of lies in a value that is not a dict"):
+        read_training_state(str(tmp_path / "a"))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +238,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any], Any], type[XrankError], str]] = {
     "8-bit moments": (
         lambda state, group: state["up.weight"].update(exp_avg=torch.ones(4, 3).byte()), UsageError, "quantized moments"
     ),
-    "an object": (lambda state, group: state["up.weight"].update(exp_avg=Path("a")), UsageError, "pickled whole"),
+    "an object": (lambda state, group: state["up.weight"].update(exp_avg=Path("a")), UsageError, "quantized moments"),
     "unheard of": (lambda state, group: state["up.weight"].update(shadow=torch.ones(4)), UsageError, "other than Adam"),
     "options of SGD": (lambda state, group: group.update(momentum=0.9), UsageError, "SGD"),
     "no eps": (lambda state, group: group.pop("eps"), UsageError, "other than Adam"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, Stor
 from xrank.layout.training_state import MASTER, MOMENTS, LeftOut, ParameterGroup, TrainingState
 from xrank.readers.records import Subject
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
-from xrank.words import list_text, plural
+from xrank.words import list_text
 
 STEP = "step"
 _KINDS = frozenset({*MOMENTS, MASTER, STEP})
@@ -75,29 +74,24 @@ def make_group(parameters: object, options: Mapping[Any, object], origin: Origin
     for key in options:
         if key in _OF_OTHERS:
             raise foreign_error(origin, f"the option {key}", _OF_OTHERS[str(key)])
-    lacking = [key for key in _NEEDED if key not in options]
-    betas = options.get("betas")
-    if lacking:
-        raise foreign_error(origin, f"no option {lacking[0]}", "an optimizer other than Adam and AdamW")
-    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-        raise foreign_error(origin, f"betas {quote(str(betas))[1:-1]}", "an optimizer other than Adam and AdamW")
+    betas, lacking = options.get("betas"), next((key for key in _NEEDED if key not in options), None)
+    if lacking or not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        got = f"no option {lacking}" if lacking else f"betas {quote(str(betas))[1:-1]}"
+        raise foreign_error(origin, got, "an optimizer other than Adam and AdamW")
     # torch/optim/radam.py has Adam's moments, and no amsgrad; Adam and AdamW have both options.
     if "decoupled_weight_decay" in options and "amsgrad" not in options:
         raise foreign_error(origin, "decoupled_weight_decay without amsgrad", "RAdam")
     if problem := why_not_plain(options):
-        raise origin.usage(
-            "a group of the optimizer has an option that is not a plain value", problem, "numbers, texts"
-        )
+        raise origin.usage("the optimizer has an option that is not a plain value", problem, "numbers, texts")
     return ParameterGroup(tuple(names), {str(key): value for key, value in options.items()})
 
 
 def why_not_plain(value: object) -> str | None:
     """Return None if a value of an archive is of plain values alone; otherwise what it contains."""
     for keys, leaf in walk_leaves(value):
-        if isinstance(leaf, InertRecord):
-            return f"{'.'.join(map(str, keys))} is an object of {leaf.module}.{leaf.name}".removeprefix(" ")
-        if isinstance(leaf, ArchivedTensor):
-            return f"{'.'.join(map(str, keys))} is a tensor".removeprefix(" ")
+        if isinstance(leaf, (InertRecord, ArchivedTensor)):
+            what = "a tensor" if isinstance(leaf, ArchivedTensor) else f"an object of {leaf.module}.{leaf.name}"
+            return f"{'.'.join(map(str, keys))} is {what}".removeprefix(" ")
     return None
 
 
@@ -169,12 +163,9 @@ def make_training_state(
     others: Sequence[str] = (),
     left_out: Sequence[LeftOut] = (),
 ) -> TrainingState:
-    """Return a training state after the check of each parameter's tensors, steps and group.
+    """Return a training state after the check of each parameter's tensors, step and group.
 
-    Raises:
-        IncompleteError: a parameter has one moment of two, or no step.
-        ContradictionError: shapes differ, or the groups and the model have different parameters.
-        UsageError: moments are quantized.
+    Errors as `xrank.readers.training_states` has them.
     """
     if not states:
         raise origin.usage("the optimizer has taken no step", "no moments", "a state after the first step")
@@ -202,20 +193,14 @@ def make_training_state(
                 "take a checkpoint whose save finished",
             )
         for kind, own in kinds.items():
-            _check_moment(name, kind, shards[own], shards[name], origin)
+            if shards[own].shape != shards[name].shape:
+                problem, want = f"{kind} of {name} has another shape than the parameter", str(list(shards[name].shape))
+                raise origin.contradiction(problem, str(list(shards[own].shape)), want, tensor=name)
+            if not dtype(shards[own].dtype).is_float:
+                got = f"{kind} of {name} in {shards[own].dtype}"
+                raise foreign_error(origin, got, "an optimizer with quantized moments", name)
     decoupled = {group.options.get("decoupled_weight_decay") for group in groups}
     if optimizer is None and len(decoupled) == 1:
         optimizer = {True: "AdamW", False: "Adam"}.get(decoupled.pop())  # type: ignore[arg-type]
+    steps = {name: steps[name] for name in states}
     return TrainingState(stored, optimizer, states, steps, tuple(groups), values or {}, tuple(others), tuple(left_out))
-
-
-def _check_moment(name: str, kind: str, own: StoredShard, parameter: StoredShard, origin: Origin) -> None:
-    if own.shape != parameter.shape:
-        raise origin.contradiction(
-            f"{kind} of {name} has another shape than the parameter",
-            str(list(own.shape)),
-            f"{list(parameter.shape)}, {plural(prod(parameter.shape), 'element')}",
-            tensor=name,
-        )
-    if not dtype(own.dtype).is_float:
-        raise foreign_error(origin, f"{kind} of {name} in {own.dtype}", "an optimizer with quantized moments", name)

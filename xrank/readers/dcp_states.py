@@ -7,7 +7,7 @@ that lead to it. Options are ``param_groups.0.lr``; flattened, which torchtitan 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from xrank.readers.adam_states import (
     STEP,
     add_shards,
     check_step,
+    foreign_error,
     make_group,
     make_training_state,
     read_numbers,
@@ -61,25 +62,25 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
     of_ranks = {name: _OF_RANKS[root] for name in saved.others if (root := name.split(".")[0]) in _OF_RANKS}
     left_out += [LeftOut(name, why) for name, why in of_ranks.items()]
     others = [name for name in saved.others if name not in of_ranks]
-    chosen = {state_name(*key): flat for key, flat in saved.tensors.items()}
-    chosen |= {flat: flat for flat in (*saved.options, *others) if flat in metadata.tensors}
-    pieces = locate(folder, metadata, {name: metadata.tensors[flat] for name, flat in chosen.items()})
-    numbers = {state_name(*key) for key in saved.tensors if key[1] == STEP} | saved.options.keys()
-    read = read_numbers(pieces.files, pieces.records, [shard for shard in pieces.shards if shard.name in numbers])
-    plain = _read_values(folder, metadata, [*saved.options, *saved.values.values(), *others])
+    named = {state_name(*key): flat for key, flat in saved.states.items()}
+    named |= {flat: flat for flat in (*saved.options, *others)}
+    tensors = {name: metadata.tensors[flat] for name, flat in named.items() if flat in metadata.tensors}
+    pieces = locate(folder, metadata, tensors)
+    numbers = {state_name(*key) for key in saved.states if key[1] == STEP} | saved.options.keys()
+    plain: dict[str, Any] = _read_values(folder, metadata, named)
+    plain |= read_numbers(pieces.files, pieces.records, [shard for shard in pieces.shards if shard.name in numbers])
     steps: dict[str, float] = {}
     states: dict[str, dict[str, str]] = {}
-    for parameter, kind in saved.tensors:
+    for parameter, kind in saved.states:
         name = state_name(parameter, kind)
-        if kind != STEP:
+        if kind == STEP:
+            steps[parameter] = check_step(plain.get(name), parameter, origin)
+        else:
             states.setdefault(parameter, {})[kind] = name
-        elif name in read:
-            steps[parameter] = check_step(read[name], parameter, origin)
-    steps |= {parameter: check_step(plain[flat], parameter, origin) for (parameter, _), flat in saved.values.items()}
-    groups = _make_groups({k: read[flat] if flat in read else plain[flat] for flat, k in saved.options.items()}, origin)
+    groups = _make_groups({keys: plain[flat] for flat, keys in saved.options.items()}, origin)
     objects = {flat: problem for flat in others if flat in plain and (problem := why_not_plain(plain[flat]))}
     left_out += [LeftOut(flat, problem) for flat, problem in objects.items()]
-    values = _nest({_keys(metadata, flat): plain[flat] for flat in others if flat in plain and flat not in objects})
+    kept = {_keys(metadata, flat): plain[flat] for flat in others if flat in plain and flat not in objects}
     model = replace(model, aliases=_find_ties(model, states))
     return make_training_state(
         add_shards(model, pieces.files, pieces.records, [s for s in pieces.shards if s.name not in numbers]),
@@ -87,7 +88,7 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
         steps,
         groups,
         origin,
-        values=values,
+        values=_nest(kept, origin),
         others=[flat for flat in others if flat in metadata.tensors],
         left_out=left_out,
     )
@@ -116,10 +117,8 @@ def _find_ties(model: StoredModel, trained: Collection[str]) -> dict[str, str]:
 class _SavedOptimizer(Struct, frozen=True):
     """The flat names of what is not the model's."""
 
-    tensors: Mapping[tuple[str, str], str]
-    """(Parameter, kind) of each tensor."""
-    values: Mapping[tuple[str, str], str]
-    """(Parameter, ``step``) where it is not a tensor."""
+    states: Mapping[tuple[str, str], str]
+    """(Parameter, kind) of each tensor, or step that is none."""
     options: Mapping[str, tuple[str | int, ...]]
     """Flat name -> keys below ``param_groups``."""
     others: Sequence[str]
@@ -138,8 +137,7 @@ def _find_optimizer(metadata: DcpMetadata, own: set[str]) -> _SavedOptimizer:
         raise origin.usage(problem, list_text(map(quote, found), empty="no param_groups"), "one optimizer", step)
     (root,) = roots
     above = "".join(f"{key}." for key in root)
-    tensors, values = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
-    options, others = dict[str, tuple[str | int, ...]](), list[str]()
+    states, options, others = dict[tuple[str, str], str](), dict[str, tuple[str | int, ...]](), list[str]()
     for name in names:
         rest = name.removeprefix(above) if name.startswith(above) else ""
         parameter, _, kind = rest.removeprefix(f"{_STATE}.").rpartition(".")
@@ -148,19 +146,15 @@ def _find_optimizer(metadata: DcpMetadata, own: set[str]) -> _SavedOptimizer:
             # Nested keys go on after `param_groups`; flattened ones have the parameter's name in the same key.
             options[name] = keys[keys.index(_GROUPS) + 1 :] if _GROUPS in keys else (rest.removeprefix(f"{_GROUPS}."),)
         elif rest.startswith(f"{_STATE}.") and parameter:
-            (tensors if name in metadata.tensors else values)[parameter, kind] = name
+            states[parameter, kind] = name
         else:
             others.append(name)
-    kinds: dict[str, list[str]] = {}
-    for parameter, kind in (*tensors, *values):
-        kinds.setdefault(parameter, []).append(kind)
-    refuse_other_kinds(kinds, origin)
-    odd = next((key for key in values if key[1] != STEP), None)
-    if odd is not None:
-        problem, want = f"{odd[1]} of {quote(odd[0])[1:-1]} was pickled whole", "a plain tensor"
-        step = "continue it in the framework that saved it: quantized moments are not converted"
-        raise origin.usage(problem, "an object, as 8-bit optimizers keep", want, step, tensor=odd[0])
-    return _SavedOptimizer(tensors, values, options, others)
+    for (parameter, kind), name in states.items():
+        refuse_other_kinds({parameter: [kind]}, origin)
+        if kind != STEP and name not in metadata.tensors:
+            got = f"{quote(name)[1:-1]}, pickled whole"
+            raise foreign_error(origin, got, "an optimizer with quantized moments", parameter)
+    return _SavedOptimizer(states, options, others)
 
 
 def _keys(metadata: DcpMetadata, name: str) -> tuple[str | int, ...]:
@@ -170,12 +164,12 @@ def _keys(metadata: DcpMetadata, name: str) -> tuple[str | int, ...]:
     return tuple(int(key) if key.isdecimal() else key for key in name.split("."))
 
 
-def _read_values(folder: str, metadata: DcpMetadata, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values that are not tensors, by flat name."""
+def _read_values(folder: str, metadata: DcpMetadata, named: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that are not tensors; `named` has their flat names."""
     by_file: dict[int, list[tuple[int, int, str]]] = {}
-    for name in names:
-        if name in metadata.byte_items:
-            number, start, nbytes = metadata.byte_items[name]
+    for name, flat in named.items():
+        if flat in metadata.byte_items:
+            number, start, nbytes = metadata.byte_items[flat]
             by_file.setdefault(number, []).append((start, nbytes, name))
     found: dict[str, Any] = {}
     for number, items in by_file.items():
@@ -189,13 +183,15 @@ def _read_values(folder: str, metadata: DcpMetadata, names: Iterable[str]) -> di
     return found
 
 
-def _nest(values: Mapping[tuple[str | int, ...], Any]) -> dict[Any, Any]:
+def _nest(values: Mapping[tuple[str | int, ...], Any], origin: Origin) -> dict[Any, Any]:
     """Return values under their keys as nested dicts, and lists where all keys are numbers."""
     top: dict[Any, Any] = {}
     for keys, value in values.items():
         here = top
-        for key in keys[:-1]:
+        for number, key in enumerate(keys[:-1]):
             here = here.setdefault(key, {})
+            if keys[: number + 1] in values:
+                raise origin.corrupt(f"{'.'.join(map(str, keys))} lies in a value that is not a dict")
         here[keys[-1]] = value
     return {key: _listed(value) for key, value in top.items()}
 
@@ -212,7 +208,7 @@ def _listed(value: Any) -> Any:
 def _make_groups(options: Mapping[tuple[str | int, ...], Any], origin: Origin) -> list[ParameterGroup]:
     nested = options.get(())
     if nested is None and any(isinstance(keys[0], int) for keys in options):
-        nested = _listed(_nest(options))
+        nested = _listed(_nest(options, origin))
     if nested is not None:
         if not isinstance(nested, list) or not all(isinstance(group, dict) for group in nested):
             raise origin.corrupt("the optimizer's groups are not a list of dicts", type(nested).__name__)

@@ -152,10 +152,7 @@ def _read_groups(
         options = dict(check_table(group, "a group of the optimizer", origin))
         numbers = options.pop("params", None)
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(shapes) for n in numbers):
-            problem, want = (
-                "a group of the optimizer has other parameters than the model states",
-                f"below {len(shapes)}",
-            )
+            problem, want = "a group has other parameters than the model states", f"numbers below {len(shapes)}"
             raise origin.contradiction(problem, quote(str(numbers)), want)
         names = [name for number in numbers for name in shapes[number]]
         if STEP in options:
@@ -193,9 +190,8 @@ def _read_universal(files: CheckpointFiles, content: Content, records: Records) 
             continue  # ds_to_universal.py: main: it has not received a gradient
         kinds = {entry.removesuffix(".pt") for entry in entries if entry.endswith(".pt")} - {"fp32", STEP}
         refuse_other_kinds({name: kinds}, Origin(folder))
-        is_sliced = len(files.models) > 1
         moments[name] = {
-            kind: locate_universal(files.folder, name, shard.shape, records, is_sliced=is_sliced, kind=kind)
+            kind: locate_universal(files.folder, name, shard.shape, records, is_sliced=len(files.models) > 1, kind=kind)
             for kind in sorted({*MOMENTS[:2], *kinds})
         }
         if f"{STEP}.pt" in entries:
