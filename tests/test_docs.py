@@ -66,13 +66,16 @@ def demo(tmp_path_factory) -> Path:
 
 
 @each_page
-def test_the_blocks_of_a_page_are_true(page: Path, demo: Path, tmp_path: Path, monkeypatch):
+def test_the_blocks_of_a_page_are_true(page: Path, demo: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(demo, "demo")
     found = blocks(page)
     assert len(found) == page.read_text().count("\n```") / 2, f"a block is not of {LANGUAGES}"
     for line, language, text in found:
-        if language == "python":
+        printed = capsys.readouterr().out
+        if language == "text" and printed:  # the output of the block before
+            assert normal(printed) == normal(text)
+        elif language == "python":
             code = compile("\n" * line + text, page.name, "exec")
             if page.name not in IN_ORACLE and not text.startswith(TORCHRUN):
                 exec(code, {})

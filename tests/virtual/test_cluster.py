@@ -14,7 +14,7 @@ from tests.virtual.random_programs import RandomOperation
 from tests.virtual.sample_arrays import plain
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.layout import DeviceMesh
-from xrank.virtual import MatMul, Mesh, VirtualCluster, engine
+from xrank.virtual import MatMul, MatMulSharding, Mesh, VirtualCluster, engine
 
 engines = pytest.mark.parametrize("engine", ["in-process", "processes"])
 
@@ -48,6 +48,20 @@ def test_a_function_runs_on_every_device(virtual_cluster, engine):
     ]  # fmt: skip
     assert run.statistics.nbytes == 0 and len(run.statistics.devices) == 4
     assert 0 < run.seconds < 30
+
+
+def test_a_run_is_shown_in_a_few_lines(virtual_cluster):
+    run = VirtualCluster((2, 2), engine="in-process").run(lambda device, x: device.all_reduce(x, "y"), np.ones((2, 3)))
+    assert str(run).splitlines()[1:] == [
+        "all_reduce  4 calls, 4 messages, 192 B",
+        "output      of device 0: [2, 3] of float64",
+    ]
+    assert repr(run).startswith("<Run of 4 devices: 4 messages, 192 B, 0.")
+    matmul = MatMul(MatMulSharding(("[m, k]", "[k, n]", "[m, n]")))
+    run = VirtualCluster(1, engine="in-process").run(
+        matmul, activations=[np.ones((2, 3))], parameters=[np.ones((3, 1))]
+    )
+    assert [line.split()[0] for line in str(run).splitlines()] == ["run", "from", "to", "flops", "memory", "output"]
 
 
 @engines

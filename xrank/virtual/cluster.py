@@ -10,6 +10,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, SupportsIndex
 
+from xrank.engine.report import align_rows
 from xrank.errors import UsageError, require_linux
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import (
@@ -64,6 +65,7 @@ from xrank.virtual.programs import (
     list_outputs,
 )
 from xrank.virtual.sharding import Axes, Group, MeshLike, as_device_mesh, group_of
+from xrank.words import plural, repr_text, size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,9 +494,9 @@ class Channels:
         return sum(counts, ChannelStatistics())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """The result of a run."""
+    """The result of a run; `print` shows its messages and bytes by collective."""
 
     outputs: list[Any]
     """One output per device, in mesh order. For a function: its return value. For an operation: the returned array, a
@@ -505,6 +507,30 @@ class Run:
     """Statistics counted by the channels between them."""
     seconds: float
     """Seconds from the call to the last result, including the start of the devices."""
+
+    def __repr__(self) -> str:
+        sent = self.statistics.traffic
+        what = f"{plural(sent.sent_messages, 'message')}, {size_text(sent.sent_nbytes)}"
+        return f"<Run of {plural(len(self.outputs), 'device')}: {what}, {self.seconds:.1f} s>"
+
+    def __str__(self) -> str:
+        devices = self.statistics.devices
+        kinds = self.statistics.by_collective()
+        kinds["from host"] = sum((device.from_host for device in devices), Traffic())
+        kinds["to host"] = sum((device.to_host for device in devices), Traffic())
+        rows = [("run", f"{plural(len(devices), 'device')}, {self.seconds:.1f} s")]
+        for kind, traffic in kinds.items():
+            if messages := max(traffic.sent_messages, traffic.received_messages):
+                nbytes = size_text(max(traffic.sent_nbytes, traffic.received_nbytes))
+                rows.append((kind, f"{plural(traffic.calls, 'call')}, {plural(messages, 'message')}, {nbytes}"))
+        rows += [("flops", f"{self.statistics.flops:,}")] if self.statistics.flops else []
+        peak = max((device.peak_nbytes or 0 for device in devices), default=0)
+        rows += [("memory", f"at most {size_text(peak)} of arrays on a device")] if peak else []
+        first = self.outputs[0]
+        is_large = getattr(first, "ndim", 0) > 1
+        what = f"{list(first.shape)} of {first.dtype}" if is_large else repr_text(first, 80)
+        rows.append(("output", f"of device 0: {what}"))
+        return align_rows(rows)
 
 
 class VirtualCluster:
