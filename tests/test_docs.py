@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from safetensors.torch import save_file
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
@@ -47,7 +48,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
-    """Make what the commands find: a workspace of 4 ranks, and one with a flipped byte."""
+    """Make what the commands find: a workspace of 4 ranks, one with a flipped byte, one after a crash, a base model."""
     path = tmp_path_factory.mktemp("docs") / "demo"
     layouts = LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
     layouts["model.embed_tokens.weight"] = "[v/~tp/~dp, h]"
@@ -62,6 +63,12 @@ def demo(tmp_path_factory) -> Path:
     content = bytearray(state.read_bytes())
     content[archive.records[archive.value["weight"]["model.embed_tokens.weight"].key].offset + 5] ^= 1
     state.write_bytes(content)
+    shutil.copytree(path / "damaged", path / "crashed")
+    (path / "crashed" / "rank_2_state.pth").unlink()
+    (path / "base").mkdir()
+    (path / "base" / "config.json").write_text('{"hidden_size": 64}')
+    trained = {"model.embed_tokens.weight": torch.zeros(172, 64), "model.norm.weight": torch.zeros(96).bfloat16()}
+    save_file(trained, path / "base" / "model.safetensors")
     return path
 
 
@@ -118,7 +125,9 @@ def check_transcript(transcript: str) -> None:
         return
     assert program == "xrank"
     done = subprocess.run([sys.executable, "-m", "xrank", *arguments], capture_output=True, text=True, check=False)
-    printed = "\n".join(text for text in (done.stdout, done.stderr) if not text.startswith("finished model"))
+    printed = "\n".join(
+        text for text in (done.stdout, done.stderr) if not text.startswith(("finished model", "finished salvaged"))
+    )
     assert normal(printed) == normal(shown)
 
 

@@ -52,10 +52,9 @@ def _zero(folder: Path, *, step: int = 2, run: str = "", ranks: int = 6, seed: i
     if seed:
         grown = [{name: torch.cat((t, t)) if t.dim() else t for name, t in group.items()} for group in model.groups]
         model = replace(model, groups=grown)
-    changed = {"ds_version": run} if run else {}
-    how = made_zero.Zero(
-        stage=3, num_ranks=ranks, step=2, changed_state={"global_steps": step, **changed}, changed_optimizer=changed
-    )
+    changed: dict[str, Any] = {"ds_version": run} if run else {}
+    other: dict[str, Any] = {"dynamic_loss_scale": False} if run else {}
+    how = made_zero.Zero(stage=3, num_ranks=ranks, step=step, changed_state=changed, changed_optimizer=other)
     made_zero.write_zero(folder, model, how)
 
 
@@ -188,6 +187,11 @@ WHOLE: Mapping[str, Bytes] = {
     "a hostile pickle": lambda good, rng: _saved({"model": _Hostile(), "weight": _Hostile(), "module": _Hostile()}),
 }
 """Kind -> the file's content; all of a file is useless, or its items from the first changed byte on."""
+SHIFTED = {
+    *("garbage", "garbage at the start", "garbage at the end", "a byte more within", "a byte less within"),
+    *("a text", "a pointer of git-lfs", "another archive", "a hostile pickle"),
+}
+"""Kinds that leave no item where it was, or one without its ends: the file may be of another save."""
 PAYLOAD: Mapping[str, Bytes] = {
     "a bit": lambda good, rng: _changed(good, rng.randrange(len(good)), lambda byte: byte ^ 1 << rng.randrange(8)),
     "the first byte": lambda good, rng: _changed(good, 0, lambda byte: byte ^ 255),
@@ -228,11 +232,11 @@ def _changed(good: bytes, at: int, change: Callable[[int], int]) -> bytes:
 def cases(seeds: Iterable[int]) -> list[tuple[str, str, int]]:
     """Return (format, kind, faults in all) of every combination."""
     return [
-        (name, kind, 1 + (number + row) % 3)
+        (name, kind, 1 + (number + row + seed) % 3)
         for number, name in enumerate(SOURCES)
         for row, kind in enumerate(KINDS)
         if (name, kind.rpartition(" ")[2]) not in BLIND
-        for _ in seeds
+        for seed in seeds
     ]
 
 
@@ -266,8 +270,9 @@ def plant(source: Source, kind: str, file: Path, rng: random.Random) -> Planted 
     if kind in WHOLE:
         bad = WHOLE[kind](good, rng)
         lost = _after(source, file, good, bad)
-        if not lost:
+        if not lost:  # of pieces that no gather reads
             return None
+        lost = every if kind in SHIFTED else lost
         file.write_bytes(bad)
         return Planted(kind, file, lost)
     if kind in PAYLOAD:

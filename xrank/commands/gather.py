@@ -211,8 +211,10 @@ def gather_checkpoint(
         1
     """
     options = GatherOptions.from_arguments(locals())
-    if salvage or options.fill_from_base:
-        _check_salvage(options, base_model, distributed=distributed, push_to_hub=push_to_hub)
+    if distributed and (salvage or options.fill_from_base):
+        one = option("salvage", True) if salvage else option("fill_from_base")
+        problem = f"{one} and {option('distributed', True)} were both given"
+        raise UsageError(problem, got="several processes", want="one process", next_step="start one")
     asked = _describe_call(locals())
     path = places.enter(source)
     plan = partial(
@@ -261,17 +263,6 @@ def gather_checkpoint(
         return agreed.report(written, started)
     report = folder_report("gather", agreed, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
-
-
-def _check_salvage(options: GatherOptions, base_model: object, *, distributed: bool, push_to_hub: str | None) -> None:
-    asked = option("salvage", True) if options.salvage else option("fill_from_base")
-    if options.fill_from_base and base_model is None:
-        problem, step = f"{asked} was given without {option('base_model')}", f"give {option('base_model')}, too"
-        raise UsageError(problem, got="no base model", want="the model that fills in tensors", next_step=step)
-    if distributed or (push_to_hub is not None and options.salvage):
-        other = option("distributed", True) if distributed else option("push_to_hub")
-        problem = f"{asked} and {other} were both given"
-        raise UsageError(problem, got=other, want=f"{asked} alone", next_step=f"leave {other} out")
 
 
 def _describe_call(arguments: Mapping[str, Any]) -> dict[str, str | None]:

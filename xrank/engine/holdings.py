@@ -296,6 +296,7 @@ class _Compiler:
         # A tied name without a rule of its own follows the tensor that it stands for.
         if rule is None and companion is None and not member_of and name in self.layouts.aliases:
             rule = self.layouts.rule_for(self.layouts.aliases[name])
+            member_of = self._members.get(self.layouts.aliases[name], [])
         deciding = [each for each in (rule, companion, *member_of) if each is not None]
         if len(deciding) > 1:
             what = f"{name}: several rules decide for it"
@@ -362,7 +363,7 @@ class _Compiler:
         if rule not in self._flats:
             self._flats[rule] = flat_mesh_parts(layout, mesh, self.shapes, sizes=self.layouts.sizes)
         start = replace(start, layout=layout, mesh=mesh, text=str(layout))
-        return apply_parts(start, self._flats[rule][start.name], layout.tree.sums)
+        return apply_parts(start, self._flats[rule][self.layouts.aliases.get(start.name, start.name)], layout.tree.sums)
 
     def _companion(self, start: Holdings) -> Holdings:
         companion = self.layouts.companions[start.rule or ""]

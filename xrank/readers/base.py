@@ -12,13 +12,13 @@ from msgspec import Struct, field
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.layout.stored_model import StoredModel
+from xrank.storage.regular_file import Origin, quote
 
 
 class Faults:
     """Collects the faults of a source, so that a reader continues with the rest; `RAISING` raises the first fault.
 
-    A reader calls `lose` for a file that it cannot use. The file's pieces stay in the model, in records that are
-    `xrank.layout.stored_model.LOST`: the proof of a tensor ignores them, and a list of missing tensors names them.
+    The pieces of a lost file stay in the model, in records that are `xrank.layout.stored_model.LOST`.
     """
 
     def __init__(self, *, raises: bool = False) -> None:
@@ -52,27 +52,40 @@ class Faults:
             self.lose(error, *paths)
 
 
+MAX_LISTED = 1 << 16
+"""Missing ranks that may each have a fault; a damaged record may claim any number of ranks."""
 RAISING = Faults(raises=True)
 """Raises each fault. It has no state, so all calls share it."""
 
+
+class _HasOrigin(Protocol):
+    @property
+    def origin(self) -> Origin: ...
+
+
 _Key = TypeVar("_Key", bound=Hashable)
+_File = TypeVar("_File", bound=_HasOrigin)
 
 
-def outvote(facts: Mapping[_Key, Mapping[Any, object]]) -> list[_Key]:
-    """Return the files whose facts differ from those of most files; of two equal groups, the files of both.
+def drop_outvoted(
+    files: dict[_Key, _File], facts: Callable[[_File], Mapping[str, object]], faults: Faults
+) -> dict[_Key, _File]:
+    """Return the files that agree with most others in the facts that are equal in all files of one save that have them.
 
-    `facts` are those by which files of one save agree: the files with a fact must have the same value of it.
+    The others are lost, and those of two equal groups. Without a collector of faults, the caller compares them.
     """
-    out: dict[_Key, None] = {}
-    values: dict[Any, dict[_Key, str]] = {}
-    for file, own in facts.items():
-        for name, value in own.items():
-            values.setdefault(name, {})[file] = repr(value)
-    for found in values.values():
-        if len(set(found.values())) > 1:
-            (most, count), (_, second) = Counter(found.values()).most_common(2)
-            out.update(dict.fromkeys(file for file, value in found.items() if value != most or count == second))
-    return [*out]
+    values: dict[str, dict[_Key, str]] = {}
+    for key, file in [] if faults.raises else files.items():
+        for name, value in facts(file).items():
+            values.setdefault(name, {})[key] = repr(value)
+    kept = dict(files)
+    for name, found in values.items():
+        (most, count), *others = Counter(found.values()).most_common(2)
+        for key, value in found.items() if others else ():
+            if key in kept and (value != most or count == others[0][1]):
+                origin, problem = kept.pop(key).origin, f"is not from the same save as other files: {quote(name)[1:-1]}"
+                faults.lose(origin.contradiction(f"{problem} differs", quote(value), quote(most)), origin.path)
+    return kept
 
 
 class Hints(Struct, frozen=True):

@@ -129,6 +129,8 @@ _FILE_NAME = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp", re.ASCII)
 _SAMPLE_NBYTES = 1 << 16
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of an item."""
+_END, _END_NBYTES = b"PK\x05\x06", 22
+"""First bytes of an item's end, and its length."""
 
 
 class DcpPieces(Struct, frozen=True, eq=False):
@@ -223,34 +225,22 @@ def _check_presence(
     missing = [number for number in used if metadata.files[number] not in there]
     # One error names all files, or each file has its own.
     for group in [missing] if faults.raises and missing else [[number] for number in missing]:
-        error = _absence_error(folder, metadata, used, file, owner, names, group)
+        name = metadata.files[group[0]]
+        lost = np.flatnonzero(np.bincount(owner[np.isin(file, group)])).tolist()
+        files = list_text((metadata.files[number] for number in group), 3)
+        tensors = list_text((quote(names[k])[1:-1] for k in lost), 3)
+        rank = rank_of_file(name)
+        error = IncompleteError(
+            f"{files}, with pieces of {tensors}: not in {folder}",
+            tensor=names[lost[0]],
+            rank=rank,
+            file=os.path.join(folder, name),
+            got=f"{len(used) - len(missing)} files",
+            want=f"the {len(used)} files that .metadata names for the model",
+            next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
+            f"then {AGAIN}; nothing was written",
+        )
         faults.lose(error, *(os.path.join(folder, metadata.files[number]) for number in group))
-
-
-def _absence_error(
-    folder: str,
-    metadata: DcpMetadata,
-    used: Sequence[int],
-    file: IntArray,
-    owner: IntArray,
-    names: Sequence[str],
-    missing: Sequence[int],
-) -> IncompleteError:
-    name = metadata.files[missing[0]]
-    lost = np.flatnonzero(np.bincount(owner[np.isin(file, missing)])).tolist()
-    files = list_text((metadata.files[number] for number in missing), 3)
-    tensors = list_text((quote(names[k])[1:-1] for k in lost), 3)
-    rank = rank_of_file(name)
-    return IncompleteError(
-        f"{files}, with pieces of {tensors}: not in {folder}",
-        tensor=names[lost[0]],
-        rank=rank,
-        file=os.path.join(folder, name),
-        got=f"{len(used) - len(missing)} files",
-        want=f"the {len(used)} files that .metadata names for these tensors",
-        next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
-        f"then {AGAIN}; nothing was written",
-    )
 
 
 def _dtype(name: str, tensor: DcpTensor, path: str) -> str:
@@ -296,17 +286,29 @@ class _FileReader:
             rows = self.items.read(file, start.tolist(), nbytes.tolist(), names)
         except XrankError as error:
             faults.add(error)
-            return self._read_each(file, start, nbytes, names)
+            rows = self._read_each(file, start, nbytes, names)
+            if not len(rows):
+                faults.lose(error, file.origin.path)
+                rows = np.full((len(names), 4), (-1, 0, 0, LOST), dtype=np.int64)
+            return rows
         if (rows[:, 3] != NO_CHECKSUM).all():
             self._check_copy(file, owner, rows, faults)
         return rows
 
     def _read_each(self, file: RegularFile, start: IntArray, nbytes: IntArray, names: Sequence[str]) -> IntArray:
-        """Return the items of a damaged file; the lost ones are `LOST`."""
+        """Return the items of a damaged file, the lost ones `LOST`; none if it may be a file of another save."""
         rows = np.full((len(names), 4), (-1, 0, 0, LOST), dtype=np.int64)
-        for k, name in enumerate(names):
-            with suppress(XrankError):
-                rows[k] = self.items.read(file, [int(start[k])], [int(nbytes[k])], [name])[0]
+        for k, (first, end) in enumerate(zip(start.tolist(), (start + nbytes).tolist(), strict=True)):
+            try:
+                rows[k] = self.items.read(file, [first], [end - first], [names[k]])[0]
+            except XrankError:
+                # Damage within an item leaves its ends, or zeros, and a file that was cut has no item's end at its end.
+                head, tail = (
+                    file.read(at, 4) if 0 <= at <= file.nbytes - 4 else b"" for at in (first, end - _END_NBYTES)
+                )
+                is_whole = end > file.nbytes > _END_NBYTES and file.read(file.nbytes - _END_NBYTES, 4) == _END
+                if is_whole or head not in (_ARCHIVE, bytes(4), b"") or tail not in (_END, bytes(4), b""):
+                    return rows[:0]
         return rows
 
     def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray, faults: Faults) -> None:

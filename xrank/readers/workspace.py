@@ -17,7 +17,7 @@ from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecords
 from xrank.layout import DeviceMesh
 from xrank.layout.stored_model import StoredModel
-from xrank.readers.base import RAISING, Faults, Hints
+from xrank.readers.base import MAX_LISTED, RAISING, Faults, Hints
 from xrank.readers.placement import HeldTensor, place_all, shared_mesh
 from xrank.readers.records import Records
 from xrank.storage import places
@@ -87,8 +87,15 @@ def check_run(path: str, states: Sequence[SavedState], faults: Faults = RAISING)
     missing = [(before + 1, after - 1) for before, after in edges if after - before > 1]
     if not missing:
         return ours, world_size
-    if not faults.raises:
-        _lose_ranks(path, [s for s in states if s not in ours and s.rank < world_size], ours, missing, faults)
+    if not faults.raises and world_size - len(ours) <= MAX_LISTED:
+        strange = {state.rank: state for state in states if state not in ours}
+        for rank in (rank for first, last in missing for rank in range(first, last + 1)):
+            origin = Origin(os.path.join(path, state_file_name(rank)), rank)
+            step, error = f"let rank {rank} write again, or copy its file again", faults.files.get(origin.path)
+            if error is None and rank in strange:
+                got, want = (run_text(state) for state in (strange[rank], ours[0]))
+                error = origin.contradiction("is of another run or step", got, want, step)
+            faults.lose(error or origin.incomplete("is missing", None, "the rank's state", step), origin.path)
         return ours, world_size
     # Formatted from the gaps alone, because a damaged record may claim any number of ranks.
     text = runs_text(missing)
@@ -101,31 +108,6 @@ def check_run(path: str, states: Sequence[SavedState], faults: Faults = RAISING)
         want=f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0",
         next_step=f"let {names} write again, then {AGAIN}; nothing was written",
     )
-
-
-def _lose_ranks(
-    path: str,
-    foreign: Sequence[SavedState],
-    ours: Sequence[SavedState],
-    missing: Sequence[tuple[int, int]],
-    faults: Faults,
-) -> None:
-    """Lose the states of other runs, and those that are missing unless another fault explains it."""
-    for state in foreign:
-        origin, want = Origin(state.archive.path, state.rank), run_text(ours[0])
-        step = f"copy the state of rank {state.rank} again, or let the rank write it again"
-        faults.lose(origin.contradiction("is of another run or step", run_text(state), want, step), origin.path)
-    known = set(faults.files)
-    for first, last in missing:
-        for rank in range(first, min(last, first + _MAX_LOST) + 1):
-            file = os.path.join(path, state_file_name(rank))
-            if file not in known:
-                step = f"let rank {rank} write again, or copy the file from where it was written"
-                faults.lose(Origin(file, rank).incomplete("is missing", None, "the rank's state", step), file)
-
-
-_MAX_LOST = 1 << 16
-"""Missing ranks that are listed one by one; a damaged record may name any number."""
 
 
 def _ranks(states: Sequence[SavedState]) -> str:
@@ -158,8 +140,8 @@ class WorkspaceReader:
             )
         if not is_url(path):
             check_one_owner(path, map(state_file_name, found))
-        families = new_families()
         states, faults = list[SavedState](), hints.faults
+        families = new_families() if faults.raises else None  # whose first state must be right
         for rank in found:
             file = os.path.join(path, state_file_name(rank))
             with faults.losing(file):
@@ -171,10 +153,9 @@ class WorkspaceReader:
         ours, world_size = check_run(path, states, faults)
         states = [state for state in ours if state.rank < world_size]
         records = Records()
-        present = {state.rank for state in states}
-        for rank in range(world_size):
-            if rank not in present and (file := os.path.join(path, state_file_name(rank))) in faults.files:
-                faults.ranks[rank] = file, records.add_lost(file)
+        for rank in sorted({*range(world_size)}.difference(state.rank for state in states)) if faults.files else ():
+            file = os.path.join(path, state_file_name(rank))
+            faults.ranks[rank] = file, records.add_lost(file)
         placement = place_all(partial(_list_parts, _group_states(states, records)), hints, world_size=world_size)
         first = states[0].record
         notes = placement.notes

@@ -607,6 +607,9 @@ def _plan_salvage(
     from xrank.recipes.salvage import explain_missing, find_missing, lose_damaged, salvage_text
 
     model = lose_damaged(found.model, faults, options.budget)
+    lost = [*find_missing(model)]
+    if lost and len(lost) == len(model.shards) + len(model.absent) and not options.fill_from_base:
+        raise explain_missing(lost, faults, place)
     found = replace(found, model=replace(model, absent=()))
     aliases = {} if given is None else given.aliases
     try:
@@ -628,9 +631,7 @@ def _plan_salvage(
         raise UsageError(problem, got=got, want="an expression for missing names", next_step=step)
     missing = [one for one in missing if one.name not in filled]
     if missing and not options.salvage:
-        raise explain_missing(missing, faults, model)
-    if not whole and not filled:
-        raise explain_missing(missing, faults, model)
+        raise explain_missing(missing, faults, place)
     left = {*lacking, *(one.name for one in missing)}.difference(filled) if options.salvage else set[str]()
     chosen = replace(options, missing=frozenset(left), filled=tuple(filled))
     planned = plan_found(found, place, chosen, base, given, recipe)

@@ -65,15 +65,33 @@ def survey_pieces(stored: StoredModel) -> Survey:
 def make_layout_map(stored: StoredModel) -> LayoutMap:
     """Return the recorded layouts as a map, for a file; names that differ only in numbers become one pattern."""
     stated = _collect_stated(stored)
-    meshes = list(dict.fromkeys(one.mesh for one in stated.values())) or [DeviceMesh((1,), ("rank",))]
+    meshes = list(dict.fromkeys(one.mesh for one in stated.values()))
+    # Meshes of other ranks, as some experts' are, have no place in a file with the first mesh.
+    meshes = [mesh for mesh in meshes if mesh.ranks == meshes[0].ranks]
+    stated = {name: one for name, one in stated.items() if one.mesh in meshes}
+    rest = [shard for shard in stored.shards if shard.name not in stated and shard.name not in stored.aliases]
+    inferred: dict[str, str] = {}
+    if any(len({*shard.rank.tolist()}) > 1 for shard in rest):
+        from xrank.recipes.inferred_layouts import infer_layouts  # most sources record their layouts
+
+        mesh, inferred = infer_layouts(stored, rest, meshes[0] if meshes else None)
+        meshes = meshes or [mesh]
+    meshes = meshes or [DeviceMesh((1,), ("rank",))]
     layouts = LayoutMap(meshes[0])
     views = _views(meshes, stated.values(), layouts)
     rules: dict[str, TensorLayout | Companion] = {}
     texts: dict[str, TensorLayout | Companion] = {}
     for shard in stored.shards:
-        one = stated.get(shard.name)
-        layout = _file_layout(shard, one, meshes[0], views)
-        if one is None or one.pattern is None:
+        one, text = stated.get(shard.name), inferred.get(shard.name)
+        if text == "":  # a member of another one's flat buffer
+            continue
+        if one is None and shard.name in stored.aliases:
+            layouts.aliases[shard.name] = stored.aliases[shard.name]
+            continue
+        layout = TensorLayout.parse(text) if text is not None else _file_layout(shard, one, meshes[0], views)
+        if text is not None and text.startswith("flat("):
+            rules[f"flat.{shard.name}"] = layout
+        elif one is None or one.pattern is None:
             texts[shard.name] = layout
         else:
             rules[str(one.pattern)] = layout
@@ -151,10 +169,6 @@ def _views(meshes: Sequence[DeviceMesh], stated: Iterable[StatedLayout], layouts
     views: dict[DeviceMesh, str] = {}
     own = [(one.layout.view_mesh, one.layout.tree.view) for one in stated if one.layout.view_mesh is not None]
     for mesh, name in dict.fromkeys([*own, *((mesh, None) for mesh in meshes[1:])]):
-        if mesh.ranks != meshes[0].ranks:
-            problem = "the ranks recorded meshes that no single layout file says"
-            got = f"{meshes[0].grid} and {mesh.grid}, of different ranks or another order"
-            raise LayoutError(problem, got=got, next_step="write the layout file by hand")
         if mesh != meshes[0] and mesh not in views:
             free = (text for text in (name, *(f"view{i}" for i in range(1, len(views) + 2))) if text is not None)
             views[mesh] = next(text for text in free if text not in layouts.views)
@@ -172,14 +186,7 @@ def _file_layout(
         if stated.companion is not None:
             return replace(stated.companion, base=tree)
         return TensorLayout.from_tree(tree)
-    if len(set(shard.rank.tolist())) < 2:
-        return TensorLayout.parse("[" + ", ".join(free_size_names(len(shard.shape), mesh.axis_names)) + "]")
-    raise LayoutError(
-        f"{shard.name}: its ranks recorded no layout that a file can say",
-        tensor=shard.name,
-        got=f"{len(set(shard.rank.tolist()))} parts",
-        next_step="write the layout file by hand",
-    )
+    return TensorLayout.parse("[" + ", ".join(free_size_names(len(shard.shape), mesh.axis_names)) + "]")
 
 
 def _rules(texts: Mapping[str, TensorLayout | Companion]) -> dict[str, TensorLayout | Companion]:

@@ -136,15 +136,11 @@ class GatherOptions(Struct, frozen=True):
                 next_step=f"choose with {dtype} what others are cast to: base, bf16, fp16 or fp32; or leave {keep} out",
             )
         self._check_quantization()
-        changing = next((name for name in ("quantize", "dequantize", "sign") if getattr(self, name)), None)
-        if (self.salvage or self.fill_from_base) and changing is not None:
+        changing = next((option(name) for name in ("quantize", "dequantize", "sign") if getattr(self, name)), None)
+        if changing is not None and (self.salvage or self.fill_from_base):
             asked = option("salvage", True) if self.salvage else option("fill_from_base")
-            raise UsageError(
-                f"{asked} and {option(changing)} were both given",
-                got=option(changing),
-                want=f"{asked} alone: it copies tensors as they are, or with a cast",
-                next_step=f"leave {option(changing)} out, and quantize or sign the whole model afterwards",
-            )
+            step = f"leave {changing} out, and do that to the whole model afterwards"
+            raise UsageError(f"{asked} and {changing} were both given", got=changing, want=asked, next_step=step)
         if self.sign is not None:  # a key that cannot sign is refused now, not after the weights are written
             from xrank.formats.signature import read_signing_key
 

@@ -31,23 +31,19 @@ _CHUNK_NBYTES = 1 << 20
 
 
 class LostPart(Struct, frozen=True):
-    """A part of a tensor that is lost with its file."""
+    """A part of a tensor that is lost with its file, whose path is relative to the source."""
 
     rank: int
     file: str
-    """Path relative to the source."""
 
 
 class MissingTensor(Struct, frozen=True):
-    """A tensor that is not whole."""
+    """A tensor that is not whole; type and global shape are None if no file that is left records them."""
 
     name: str
     dtype: str | None
-    """Safetensors name of the element type; None if no file that is left records it."""
     shape: tuple[int, ...] | None
-    """Global shape; None if no file that is left records it."""
     problem: str
-    """The first elements that are missing, in words."""
     lost: tuple[LostPart, ...] = ()
 
 
@@ -146,11 +142,12 @@ def fill_from(model: StoredModel, base: BaseModel, names: Sequence[str]) -> Stor
 
 def salvage_text(model: StoredModel, missing: Sequence[MissingTensor], faults: Faults, filled: Sequence[str]) -> str:
     """Return the list of missing tensors that lies beside the whole ones."""
+    whole = {shard.name for shard in model.shards} - {one.name for one in missing}
     listed = {
         "schema": 1,
         "format": model.format,
         "step": model.step,
-        "num_whole": len({shard.name for shard in model.shards} - {one.name for one in missing}),
+        "num_whole": len(whole),
         "missing": [to_builtins(one) for one in missing],
         "filled": list(filled),
         "faults": [{"type": type(one).__name__, "message": one.message, "rank": one.rank} for one in faults.errors],
@@ -158,15 +155,14 @@ def salvage_text(model: StoredModel, missing: Sequence[MissingTensor], faults: F
     return json.dumps(listed, indent=1) + "\n"
 
 
-def explain_missing(missing: Sequence[MissingTensor], faults: Faults, model: StoredModel) -> IncompleteError:
+def explain_missing(missing: Sequence[MissingTensor], faults: Faults, path: str) -> IncompleteError:
     """Return the error for missing tensors that nothing fills in."""
-    first = missing[0]
+    names = list_text([one.name for one in missing], 3)
     return IncompleteError(
-        f"{plural(len(missing), 'tensor')} of {model.path} not whole, and nothing fills them in: "
-        f"{list_text([one.name for one in missing], 3)}",
-        tensor=first.name,
-        file=faults.errors[0].file if faults.errors else model.path,
-        got=first.problem,
-        want=f"whole tensors, or tensors of the base model by {option('fill_from_base')}",
-        next_step=f"restore what xrank inspect lists, or add {option('salvage', True)} to write the whole ones alone",
+        f"{path}: {plural(len(missing), 'tensor')} not whole: {names}",
+        tensor=missing[0].name,
+        file=faults.errors[0].file if faults.errors else path,
+        got=missing[0].problem,
+        want="whole tensors, or a base model's in their place",
+        next_step=f"restore what xrank inspect lists, or give {option('salvage', True)}, which writes the whole ones",
     )

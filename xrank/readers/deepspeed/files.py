@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from xrank.errors import UsageError
 from xrank.formats.pickles import InertRecord, PickleFamilies, fill_blanks, inert_error, is_extra_state
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
-from xrank.readers.base import Faults, outvote
 from xrank.readers.names import LIGHTNING_VERSION
 from xrank.readers.records import ONE_SAVE, is_telling, outside_error
 from xrank.storage import places
@@ -269,28 +268,6 @@ class Agreement:
                     ascii(value)[:200],
                     f"{ascii(known)[:200]}, as in {other.path}",
                 )
-
-
-_File = TypeVar("_File", "ModelState", "Partition")
-
-
-def drop_outvoted(
-    files: dict[int, _File], facts: Callable[[_File], Mapping[str, object]], faults: Faults
-) -> dict[int, _File]:
-    """Return the files that agree in their facts with most of the files; the others are lost."""
-    if faults.raises:
-        return files
-    lost = outvote({rank: facts(file) for rank, file in files.items()})
-    agreement = Agreement()
-    for rank, file in files.items():
-        if rank not in lost:
-            agreement.add(facts(file), file.origin)
-    for rank in lost:
-        origin = files[rank].origin
-        with faults.losing(origin.path):
-            agreement.add(facts(files[rank]), origin)
-            raise origin.contradiction("is not from the same save as other files, and no majority shows which is right")
-    return {rank: file for rank, file in files.items() if rank not in lost}
 
 
 def flatten_facts(value: object, archive: TorchArchive, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:

@@ -17,14 +17,13 @@ from xrank.formats.pickles import new_families
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.stored_model import StoredShard
-from xrank.readers.base import RAISING, Faults
+from xrank.readers.base import RAISING, Faults, drop_outvoted
 from xrank.readers.deepspeed.files import (
     Agreement,
     ModelState,
     Partition,
     Shape,
     Shapes,
-    drop_outvoted,
     read_model_state,
     read_partition,
 )

@@ -20,7 +20,7 @@ from xrank.layout import DeviceMesh
 from xrank.layout.nests import Nest
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import box_nests
-from xrank.readers.base import RAISING, Faults, Hints, outvote
+from xrank.readers.base import MAX_LISTED, RAISING, Faults, Hints, drop_outvoted
 from xrank.readers.fsdp.rank_files import FsdpRankFile, RankFileReader
 from xrank.readers.placement import HeldTensor, Placement, pieces_of, place_all, replicate
 from xrank.readers.records import Records, Subject, absent_rank_error, find_step, nbytes_of, read_object
@@ -54,6 +54,7 @@ class RankFiles(Struct, frozen=True):
             faults.lose(origin.contradiction(problem, ranks_text(self.by_rank), want, _OTHER_RUN), origin.path)
         # A name may claim any number of ranks, so count the present ranks, not the absent ones.
         count = world_size - len(self.by_rank) + len(beyond)
+        faults = RAISING if count > MAX_LISTED else faults
         absent = (rank for rank in range(world_size) if rank not in self.by_rank)
         got = f"files of {ranks_text(self.by_rank)}"
         for rank in absent if count else ():
@@ -434,7 +435,7 @@ def describe_rank_files(
 ) -> StoredModel:
     """Return where every tensor lies in the ranks' files."""
     faults = hints.faults
-    files = _drop_outvoted(files, faults)
+    files = list(drop_outvoted({file.rank: file for file in files}, _kinds_of, faults).values())
     if not files:
         raise next(iter(faults.files.values()))
     world_size = _world_size(files, listed, faults)
@@ -483,25 +484,13 @@ def describe_rank_files(
     )
 
 
-def _drop_outvoted(files: Sequence[FsdpRankFile], faults: Faults) -> Sequence[FsdpRankFile]:
-    """Return the files that agree about the kinds, types and global shapes of their tensors; the others are lost."""
-    if faults.raises or not files:
-        return files
-    kinds: dict[int, dict[str, object]] = {}
-    for file in files:
-        own = kinds[file.rank] = {}
-        for name, part in file.dtensors.items():
-            own[name] = "DTensor", part.local.dtype, part.shape, part.layout, part.mesh.grid
-        own.update((name, ("ShardedTensor", part.dtype, part.shape)) for name, part in file.sharded.items())
-        own.update((name, ("plain tensor", tensor.dtype)) for name, tensor in file.plain.items())
-    lost = set(outvote(kinds))
-    for file in files:
-        if file.rank in lost:
-            other = next((one for one in files if one.rank not in lost), None)
-            problem = "holds other tensors than most ranks' files"
-            want = "the types and shapes of one model" + (f", as in {other.archive.path}" if other is not None else "")
-            faults.lose(file.origin.contradiction(problem, None, want), file.archive.path)
-    return [file for file in files if file.rank not in lost]
+def _kinds_of(file: FsdpRankFile) -> dict[str, object]:
+    """Return what the files of one model record alike of their tensors."""
+    kinds: dict[str, object] = {name: ("plain tensor", one.dtype) for name, one in file.plain.items()}
+    kinds.update((name, ("ShardedTensor", one.dtype, one.shape)) for name, one in file.sharded.items())
+    for name, part in file.dtensors.items():
+        kinds[name] = "DTensor", part.local.dtype, part.shape, part.layout, part.mesh.grid
+    return kinds
 
 
 def _index_records(file: FsdpRankFile, records: Records) -> Index:

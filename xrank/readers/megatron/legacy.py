@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archi
 from xrank.layout import TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.stored_model import StoredModel, StoredShard
-from xrank.readers.base import RAISING, Faults, Hints, outvote
+from xrank.readers.base import RAISING, Faults, Hints, drop_outvoted
 from xrank.readers.megatron.layouts import (
     LAYER,
     count_experts,
@@ -588,7 +588,7 @@ class MegatronLegacyReader:
         for name in found[:1] if faults.raises else found:
             with faults.losing(os.path.join(folder, name, FILE)):
                 read[name] = read_rank_file(os.path.join(folder, name, FILE), 0 if faults.raises else None)
-        _drop_outvoted(read, _shared_args, faults)
+        read = drop_outvoted(read, _shared_args, faults)
         if not read:
             raise faults.errors[0]
         # Every rank's arguments record the grid.
@@ -607,7 +607,7 @@ class MegatronLegacyReader:
         if not faults.raises:
             check_recorded_ranks(files, sizes, faults)
             files = {place: file for place, file in files.items() if file.origin.path not in faults.files}
-        _drop_outvoted(files, lambda file: _names_of_stage(file, files), faults)
+        files = drop_outvoted(files, lambda file: _names_of_stage(file, files), faults)
         if not files:
             raise faults.errors[0]
         files = _with_lost(folder, files, sizes, cells)
@@ -648,19 +648,6 @@ class MegatronLegacyReader:
             notes=(*([("extra-state", text)] if num_extra else []), *records.notes()),
             details=_details(folder, set(found), sizes, cells, counts, starts, aliases),
         )
-
-
-_Key = TypeVar("_Key", str, GridPlace)
-
-
-def _drop_outvoted(
-    files: dict[_Key, MegatronRankFile], facts: Callable[[MegatronRankFile], Mapping[str, object]], faults: Faults
-) -> None:
-    """Remove files that differ from most others in facts by which the files of one run agree; they are lost."""
-    for key in [] if faults.raises else outvote({key: facts(file) for key, file in files.items()}):
-        origin = files.pop(key).origin
-        problem = "belongs to another run or iteration than most files, or no majority shows which files are right"
-        faults.lose(origin.contradiction(problem), origin.path)
 
 
 def _shared_args(file: MegatronRankFile) -> dict[str, object]:
