@@ -16,6 +16,7 @@ from collections.abc import MutableMapping
 import numpy as np
 import pytest
 
+from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.local_part import local_part
 
@@ -54,6 +55,9 @@ def test_devices_are_flattened_row_major_first_axis_outermost():
 def test_the_shape_of_devices_is_in_the_message():
     with pytest.raises(ValueError, match=re.escape("shape=(2, 2); devices.shape=(3, 2)")):
         DeviceMesh((2, 2), ("a", "b"), np.zeros((3, 2), int))
+    with pytest.raises(LayoutError, match=re.escape("devices.shape=(1,)")) as caught:
+        DeviceMesh((2, 2), ("a", "b"), ["cpu:0"])  # list_devices() of a program that no launcher started
+    assert caught.value.got == "1 device" and "start 4 processes" in str(caught.value.next_step)
 
 
 def test_a_string_names_axes_by_letters():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from xrank.errors import LayoutError
+from xrank.words import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +73,13 @@ class DeviceMesh:
         if len(ranks) != size:
             received = tuple(getattr(devices, "shape", (len(ranks),)))
             what = f"Shape does not match the number of devices. Received: shape={lengths}; devices.shape={received}"
-            raise LayoutError(what, got=f"{len(ranks)} devices", want=f"{size} devices, the product of {lengths}")
+            raise LayoutError(
+                what,
+                got=plural(len(ranks), "device"),
+                want=f"{size} devices, the product of {lengths}",
+                # Names of devices, as list_devices() has them, one for each process.
+                next_step=f"start {size} processes and call initialize() first, or change the shape" if kind else None,
+            )
         # A dict, because to search `ranks` for every rank of a large mesh would be quadratic.
         positions = {rank: position for position, rank in enumerate(ranks)}
         if len(positions) != size:
