@@ -38,6 +38,7 @@ from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+_SMALL_NBYTES = 1 << 16
 _OF_RANKS = {
     **dict.fromkeys(("rng", "rng_state", "rng_states", "cuda_rng_state", "random_states"), "random states of ranks"),
     **dict.fromkeys(("dataloader", "sampler"), "positions of the ranks' data loaders"),
@@ -172,11 +173,15 @@ def _read_values(folder: str, metadata: DcpMetadata, named: Mapping[str, str]) -
             number, start, nbytes = metadata.byte_items[flat]
             by_file.setdefault(number, []).append((start, nbytes, name))
     found: dict[str, Any] = {}
+    known: dict[bytes | str, Any] = {}  # a flattened optimizer repeats each option for each parameter
     for number, items in by_file.items():
         with open_regular(os.path.join(folder, metadata.files[number])) as file:
             for start, nbytes, name in sorted(items):
                 try:
-                    found[name] = read_archive_in(file, start=start, nbytes=nbytes).value
+                    key = file.read(start, nbytes) if nbytes < _SMALL_NBYTES else name
+                    if key not in known:
+                        known[key] = read_archive_in(file, start=start, nbytes=nbytes).value
+                    found[name] = known[key]
                 except XrankError as error:
                     error.about(f"the item of {quote(name)[1:-1]} at byte {start:,}")
                     raise
