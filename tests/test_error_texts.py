@@ -17,7 +17,9 @@ MODULES = sorted(
     path for path in ROOT.rglob("*.py") if path.parts[len(ROOT.parts)] not in ("cli", "errors.py", "testing")
 )
 # Options of other programs, and whole commands, which one types whatever the face is.
-OTHERS = re.compile(r"--(ckpt-format|use-legacy-models|moe-extended-tp|pid) |xrank (layout show|inspect) .*--[a-z]+")
+OTHERS = re.compile(
+    r"--(ckpt-format|dist-ckpt-optim-fully-reshardable|use-legacy-models|moe-extended-tp|pid) |xrank (layout show|inspect) .*--[a-z]+"
+)
 
 
 @cache

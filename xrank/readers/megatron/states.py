@@ -38,7 +38,7 @@ _STACKED = re.compile(r".*\blayers\.(?!\d)", re.ASCII)
 """Start of the names whose tensors have a leading dim for layers."""
 _NOT_OURS = frozenset({"optimizer", "args", "checkpoint_version"})
 # megatron/training/checkpointing.py: _build_sharded_state_dict_metadata.
-_OPTION = "save with --dist-ckpt-optim-fully-reshardable, and convert that"
+_OPTION = "save with --dist-ckpt-optim-fully-reshardable set, and convert that"
 
 
 def read_megatron_state(path: str, hints: Hints) -> TrainingState:
