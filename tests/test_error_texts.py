@@ -18,7 +18,8 @@ MODULES = sorted(
 )
 # Options of other programs, and whole commands, which one types whatever the face is.
 OTHERS = re.compile(
-    r"--(ckpt-format|dist-ckpt-optim-fully-reshardable|use-legacy-models|moe-extended-tp|pid) |xrank (layout show|inspect) .*--[a-z]+"
+    r"--(ckpt-format|dist-ckpt-optim-fully-reshardable|use-legacy-models|moe-extended-tp|pid) "
+    r"|xrank (layout show|inspect) .*--[a-z]+"
 )
 
 
