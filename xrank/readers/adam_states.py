@@ -40,7 +40,6 @@ _OF_OTHERS = {
     for key in keys.split()
 }
 """Kind of state, or option of a group, that Adam does not have -> optimizer that has it."""
-_NEEDED = ("lr", "betas", "eps")
 
 
 def foreign_error(origin: Origin, got: str, optimizer: str, parameter: str | None = None) -> UsageError:
@@ -74,7 +73,7 @@ def make_group(parameters: object, options: Mapping[Any, object], origin: Origin
     for key in options:
         if key in _OF_OTHERS:
             raise foreign_error(origin, f"the option {key}", _OF_OTHERS[str(key)])
-    betas, lacking = options.get("betas"), next((key for key in _NEEDED if key not in options), None)
+    betas, lacking = options.get("betas"), next((key for key in ("lr", "betas", "eps") if key not in options), None)
     if lacking or not isinstance(betas, (list, tuple)) or len(betas) != 2:
         got = f"no option {lacking}" if lacking else f"betas {quote(str(betas))[1:-1]}"
         raise foreign_error(origin, got, "an optimizer other than Adam and AdamW")

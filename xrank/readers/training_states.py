@@ -70,12 +70,10 @@ def read_training_state(path: str, *, part: str | None = None) -> TrainingState:
 
 
 _FILES = {
-    "rng_state": "random states of ranks",
-    "random_states": "random states of ranks",
-    "sampler": "positions of data loaders",
-    "dl_state_dict": "positions of data loaders",
-    "custom_checkpoint": "an object of the training script",
-    "trainer_state.json": "the trainer's log and counters",
+    ("rng_state", "random_states"): "random states of ranks",
+    ("sampler", "dl_state_dict"): "positions of data loaders",
+    ("custom_checkpoint",): "an object of the training script",
+    ("trainer_state.json",): "the trainer's log and counters",
 }
 """How the name of a file of accelerate or transformers' Trainer begins -> what it is."""
 _VALUES = {"scheduler.pt": "lr_scheduler", "scheduler.bin": "lr_scheduler", "scaler.pt": "scaler"}
@@ -87,7 +85,7 @@ def _add_files(state: TrainingState, folder: str) -> TrainingState:
     values, left_out = dict(state.values), [*state.left_out]
     for name in sorted(places.list_names(folder)):
         path = os.path.join(folder, name)
-        why = next((why for start, why in _FILES.items() if name.startswith(start)), None)
+        why = next((why for starts, why in _FILES.items() if name.startswith(starts)), None)
         if name in _VALUES:
             value = read_archive(path).value
             why = why_not_plain(value)

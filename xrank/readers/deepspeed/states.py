@@ -36,9 +36,8 @@ from xrank.storage.regular_file import Origin, quote
 from xrank.words import plural
 
 _MODEL_KEYS = frozenset(
-    {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "num_experts"}
-    | {"frozen_param_fragments", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_version"}
-    | {"checkpoint_parallel_dimensions"}
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params num_experts frozen_param_fragments "
+    "sparse_tensor_module_names dp_world_size mp_world_size ds_version checkpoint_parallel_dimensions".split()
 )
 """Keys of model states that describe the model and the ranks."""
 _OF_RANKS = {"data_sampler": "positions of data samplers", "random_ltd": "the state of random layer dropping"}
@@ -204,12 +203,6 @@ def _read_values(files: CheckpointFiles) -> tuple[dict[str, Any], list[LeftOut]]
     """Return the values in the model states that do not describe the model, and those that are not converted."""
     models = files.rank_models or files.models
     _, _, saved = read_table(models[min(models)], "the state")
-    values, left_out = dict[str, Any](), list[LeftOut]()
-    for key, value in saved.items():
-        if key in _MODEL_KEYS or value is None:
-            continue
-        if problem := _OF_RANKS.get(key) or why_not_plain(value):
-            left_out.append(LeftOut(key, problem))
-        else:
-            values[key] = value
-    return values, left_out
+    kept = {key: value for key, value in saved.items() if key not in _MODEL_KEYS and value is not None}
+    odd = {key: why for key, value in kept.items() if (why := _OF_RANKS.get(key) or why_not_plain(value))}
+    return {key: value for key, value in kept.items() if key not in odd}, [LeftOut(*each) for each in odd.items()]

@@ -84,12 +84,11 @@ def read_megatron_state(path: str, hints: Hints) -> TrainingState:
     ours = {key: value for key, value in common.items() if key not in _NOT_OURS}
     left_out = [LeftOut(key, why) for key, value in ours.items() if (why := why_not_plain(value))]
     left_out += [LeftOut(name, "an object of ranks") for name in metadata.byte_items if "_extra_state" not in name]
-    named = {each.name for each in left_out}
     stored = add_shards(model, pieces.files, pieces.records, pieces.shards)
     if len(groups) > 1:
         text = "which group has which parameter is not recorded: biases and vectors are taken to be those without decay"
         stored = replace(stored, notes=(*stored.notes, ("assumed-groups", text)))
-    values = {key: value for key, value in ours.items() if key not in named}
+    values = {key: value for key, value in ours.items() if why_not_plain(value) is None}
     return make_training_state(stored, states, steps, groups, origin, values=values, left_out=left_out)
 
 
