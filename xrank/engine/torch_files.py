@@ -10,13 +10,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.formats.pickle_writing import write_pickle
-from xrank.formats.torch_archive import ALIGNMENT, ArchivedTensor, lay_out_archive
+from xrank.formats.torch_archive import ALIGNMENT, ArchivedTensor, ArchiveLayout, lay_out_archive
 from xrank.layout.nests import row_major
 from xrank.layout.output_files import OutputFile, OutputTensor, PlacedBytes
 
-_SMALL_NBYTES = 1 << 20
-"""Smaller tensors are aligned as torch does: the padding of whole blocks would be most of the file."""
-_SMALL_ALIGNMENT = 64  # torch/utils/serialization/config.py: save.storage_alignment
+_LARGE_NBYTES = 1 << 20
+_ALIGNMENT = 64  # torch/utils/serialization/config.py: save.storage_alignment
 
 
 class Item(Struct, frozen=True):
@@ -56,22 +55,21 @@ def bare_file(name: str, content: bytes) -> OutputFile:
 
 def lay_out_items(name: str, items: Sequence[Item]) -> tuple[OutputFile, list[PlacedItem]]:
     """Return a file of archives one after another, with zeros in between, and their places."""
-    end, known, tensors, layouts, places = 0, list[PlacedBytes](), list[OutputTensor](), [], []
+    end, known, tensors, late, places = 0, list[PlacedBytes](), list[OutputTensor](), list[tuple[int, Item]](), []
     for item in items:
         tensor, content = item.tensor, item.content
         if tensor is not None and not tensor.nbytes:
             tensor, content = None, b""
-        is_small = tensor is None or tensor.nbytes < _SMALL_NBYTES
-        alignment = _SMALL_ALIGNMENT if is_small else ALIGNMENT
-        sizes = [tensor.nbytes] if tensor is not None else [] if content is None else [len(content)]
-        layout = lay_out_archive(write_pickle(item.value), sizes, alignment=alignment, ends_with_records=True)
-        start = -(-end // alignment) * alignment
+        layout = _lay_out(item)
+        # Large tensors start at a block of the file, behind a header that is shorter than one.
+        is_large = bool(end) and tensor is not None and tensor.nbytes >= _LARGE_NBYTES
+        start = end + -(end + (layout.offsets[0] if is_large else 0)) % (ALIGNMENT if is_large else _ALIGNMENT)
         end = start + layout.nbytes
         places.append(PlacedItem(start, layout.nbytes))
-        known += [(start, layout.front), *((start + at, data) for at, data in layout.headers)]
+        known.append((start, layout.front + b"".join(data for _, data in layout.headers)))
         if tensor is not None:
             tensors.append(replace(tensor, offset=start + layout.offsets[0]))
-            layouts.append((start, layout))
+            late.append((start, item))
             continue
         if content:
             known.append((start + layout.offsets[0], content))
@@ -79,8 +77,8 @@ def lay_out_items(name: str, items: Sequence[Item]) -> tuple[OutputFile, list[Pl
         known += [(start + at, data) for at, data in layout.ending(crcs)]
 
     def end_of(row: int, crc32: int) -> PlacedBytes:
-        start, layout = layouts[row]
-        parts = layout.ending([crc32])
+        start, item = late[row]
+        parts = _lay_out(item).ending([crc32])  # laid out again, for thousands of layouts take memory
         return start + parts[0][0], b"".join(data for _, data in parts)
 
     def ending(crc32: Sequence[int]) -> list[PlacedBytes]:
@@ -88,10 +86,15 @@ def lay_out_items(name: str, items: Sequence[Item]) -> tuple[OutputFile, list[Pl
 
     def trailer(row: int, crc32: int) -> PlacedBytes | None:
         # The last one is written when the file is complete.
-        return end_of(row, crc32) if row < len(layouts) - 1 else None
+        return end_of(row, crc32) if row < len(late) - 1 else None
 
     (_, header), *fragments = known
-    whole = tuple(tensors)
-    if not whole:
+    if not tensors:
         return OutputFile(name, header, (), end, tuple(fragments)), places
-    return OutputFile(name, header, whole, end, tuple(fragments), ending, trailer), places
+    return OutputFile(name, header, tuple(tensors), end, tuple(fragments), ending, trailer), places
+
+
+def _lay_out(item: Item) -> ArchiveLayout:
+    data = item.tensor.nbytes if item.tensor is not None else None if item.content is None else len(item.content)
+    sizes = [] if data is None else [data]
+    return lay_out_archive(write_pickle(item.value), sizes, alignment=_ALIGNMENT, ends_with_records=True)

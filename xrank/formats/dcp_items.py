@@ -76,8 +76,9 @@ class _Pattern(Struct, frozen=True):
     """The ranges of `fixed` in the tail."""
     crc_at: tuple[int, int]
     """The two offsets of the record's checksum in the tail: after the record, and in the directory."""
-    id_crc_at: tuple[int, int]
-    """The two offsets of the checksum of the archive's id in the tail; the id is a hash of all checksums."""
+    id_crc_at: tuple[int, int] | None
+    """The two offsets of the checksum of the archive's id in the tail; the id is a hash of all checksums. xrank writes
+    archives without it."""
 
 
 class ItemReader:
@@ -132,11 +133,10 @@ class ItemReader:
             if head != pattern.head or b"".join([tail[span] for span in pattern.spans]) != pattern.fixed:
                 continue
             crc = tail[pattern.crc_at[0] : pattern.crc_at[0] + 4]
-            id_crc = tail[pattern.id_crc_at[0] : pattern.id_crc_at[0] + 4]
             # The id itself may differ: no reader uses it.
-            if (
-                crc == tail[pattern.crc_at[1] : pattern.crc_at[1] + 4]
-                and id_crc == tail[pattern.id_crc_at[1] : pattern.id_crc_at[1] + 4]
+            if all(
+                tail[one : one + 4] == tail[other : other + 4]
+                for one, other in filter(None, (pattern.crc_at, pattern.id_crc_at))
             ):
                 return pattern.kind, start + head_nbytes, pattern.nbytes, int.from_bytes(crc, "little")
         return None
@@ -174,14 +174,15 @@ def _pattern_of(file: RegularFile, start: int, length: int, kind: int, payload: 
     members = [*read_members(open_item(file, start, length))]
     (own,) = (member for member in members if member.offset == payload)
     marks = [member for member in members if member.name.endswith("/.data/serialization_id")]
-    if len(marks) != 1 or sum(member.name.rpartition("/")[0].endswith("data") for member in members) != 2:
+    num_data = sum(member.name.rpartition("/")[0].endswith("data") for member in members)
+    if len(marks) > 1 or num_data != 1 + len(marks):
         return None
     head, tail = file.read(start, payload), file.read(start + tail_at, length - tail_at)
-    id_at = marks[0].offset - tail_at
-    crc_at, id_crc_at = (_places(tail, member.crc32) for member in (own, marks[0]))
-    if crc_at is None or id_crc_at is None or id_at < 0:
+    crc_at, id_crc_at = (_places(tail, member.crc32) if member else None for member in (own, *marks, None)[:2])
+    if crc_at is None or (marks and (id_crc_at is None or marks[0].offset < tail_at)):
         return None
-    cuts = sorted([*((at, at + 4) for at in (*crc_at, *id_crc_at)), (id_at, id_at + marks[0].nbytes)])
+    ids = [(mark.offset - tail_at, mark.offset - tail_at + mark.nbytes) for mark in marks]
+    cuts = sorted([*((at, at + 4) for at in (*crc_at, *(id_crc_at or ()))), *ids])
     edges = [0, *(edge for cut in cuts for edge in cut), len(tail)]
     if edges != sorted(edges):
         return None

@@ -57,54 +57,54 @@ def write_pickle(value: Any) -> bytes:
     Each tensor is the whole of its record in the archive; equal ones become one tensor under several names. TypeError
     for other values.
     """
-    parts = [pickle.PROTO + bytes([_PROTOCOL])]
-    _Writer(parts).add(value)
-    return b"".join([*parts, pickle.STOP])
+    data = bytearray(pickle.PROTO + bytes([_PROTOCOL]))
+    _Writer(data).add(value)
+    return bytes(data + pickle.STOP)
 
 
 class _Writer:
-    def __init__(self, parts: list[bytes]) -> None:
-        self._parts = parts
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
         self._memo: dict[Any, bytes] = {}
         """Global or tensor -> the opcode that gets it again."""
 
     def add(self, value: Any) -> None:
-        parts = self._parts
+        data = self._data
         match value:
             case str():
                 text = value.encode("utf-8", "surrogatepass")
-                parts.append(pickle.BINUNICODE + len(text).to_bytes(4, "little") + text)
+                data += pickle.BINUNICODE + len(text).to_bytes(4, "little") + text
             case None | bool() | int() | float():
                 # The number itself: numpy's float64 is a float, too, and its class is not to be named.
                 plain = value if value is None or isinstance(value, bool) else _as_number(value)
-                parts.append(pickle.dumps(plain, _PROTOCOL)[2:-1])  # without the protocol and the stop
+                data += pickle.dumps(plain, _PROTOCOL)[2:-1]  # without the protocol and the stop
             case tuple():
                 self._add_tuple(value)
             case list():
-                parts.append(pickle.EMPTY_LIST + pickle.MARK)
+                data += pickle.EMPTY_LIST + pickle.MARK
                 for one in value:
                     self.add(one)
-                parts.append(pickle.APPENDS)
+                data += pickle.APPENDS
             case Mapping() | Pairs():
-                parts.append(pickle.EMPTY_DICT + pickle.MARK)
+                data += pickle.EMPTY_DICT + pickle.MARK
                 for key, one in value.pairs if isinstance(value, Pairs) else value.items():
                     self.add(key)
                     self.add(one)
-                parts.append(pickle.SETITEMS)
+                data += pickle.SETITEMS
             case Global():
                 self._add_once(value, pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
             case Call():
                 self.add(value.function)
                 self._add_tuple(value.arguments)
-                parts.append(pickle.REDUCE)
+                data += pickle.REDUCE
             case Instance():
                 self.add(value.kind)
-                parts.append(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+                data += pickle.EMPTY_TUPLE + pickle.NEWOBJ
                 self.add(value.state)
-                parts.append(pickle.BUILD)
+                data += pickle.BUILD
             case ArchivedTensor():
                 if value in self._memo:
-                    parts.append(self._memo[value])
+                    data += self._memo[value]
                 else:
                     self._add_tensor(value)
                     self._add_once(value, b"")
@@ -112,17 +112,17 @@ class _Writer:
                 raise TypeError(f"a {type(value).__name__} is not a plain value")
 
     def _add_tuple(self, value: tuple[Any, ...]) -> None:
-        self._parts.append(pickle.MARK)
+        self._data += pickle.MARK
         for one in value:
             self.add(one)
-        self._parts.append(pickle.TUPLE)
+        self._data += pickle.TUPLE
 
     def _add_once(self, value: Any, made: bytes) -> None:
         known = self._memo.get(value)
         if known is None:
             number = len(self._memo).to_bytes(4, "little")
             self._memo[value], known = pickle.LONG_BINGET + number, made + pickle.LONG_BINPUT + number
-        self._parts.append(known)
+        self._data += known
 
     def _add_tensor(self, tensor: ArchivedTensor) -> None:
         """Add the call of torch/_utils.py: _rebuild_tensor_v2, or _v3 if the element type has no storage class."""
@@ -131,16 +131,16 @@ class _Writer:
         count = prod(tensor.shape) * (1 if storage else element.nbytes)
         self.add(Global("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"))
         kind = Global("torch", storage) if storage else Global("torch.storage", "UntypedStorage")
-        self._parts.append(pickle.MARK)
+        self._data += pickle.MARK
         # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
         self._add_tuple(("storage", kind, tensor.key, "cpu", count))
-        self._parts.append(pickle.BINPERSID)
+        self._data += pickle.BINPERSID
         no_hooks = Call(Global("collections", "OrderedDict"), ())
         for one in (tensor.storage_offset, tensor.shape, tensor.strides, False, no_hooks):
             self.add(one)
         if storage is None:
             self.add(Global("torch", element.torch_name))
-        self._parts.append(pickle.TUPLE + pickle.REDUCE)
+        self._data += pickle.TUPLE + pickle.REDUCE
 
 
 def _as_number(value: float) -> float:
