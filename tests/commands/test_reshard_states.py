@@ -19,6 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import xrank
 from tests.cli.bench import run
+from tests.commands.forked_ranks import forked_ranks
+from tests.storage.gathered import EXTRA
+from tests.storage.kill_points import kill_points
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError, XrankError
 from xrank.formats.dcp_metadata import read_metadata
 from xrank.layout import DeviceMesh, LayoutMap
@@ -166,6 +169,16 @@ def test_torchtitans_names(source: Path, tmp_path: Path) -> None:
     xrank.reshard_checkpoint(tmp_path / "out", None, tmp_path / "again", to="dcp")
     found = load_optimizer(tmp_path / "again")
     assert_equal(found, load_optimizer(source))
+
+
+def test_masters_and_layouts_under_torchtitans_names(source: Path, tmp_path: Path) -> None:
+    xrank.reshard_checkpoint(source, None, tmp_path / "u", to="deepspeed-universal")
+    layouts = layouts_of(r"up.weight [a/~r, b]", r"(?!up).*weight [a, b]", r".*bias|table [a]")
+    xrank.reshard_checkpoint(tmp_path / "u", layouts, tmp_path / "out", to="torchtitan")
+    tensors = read_metadata(str(tmp_path / "out" / ".metadata")).tensors
+    for name in ("up.weight", "optimizer.state.up.weight.exp_avg_sq"):
+        assert tensors[name].sizes.tolist() == [[2, 3], [2, 3]]
+    assert tensors["down.weight"].sizes.tolist() == [[3, 4]]
 
 
 def load_optimizer(folder: Path) -> Any:
@@ -410,3 +423,40 @@ def test_corrupt_checksums_are_found_while_bytes_move(source: Path, tmp_path: Pa
         xrank.reshard_checkpoint(source, None, tmp_path / "out", to="deepspeed-universal")
     assert not (tmp_path / "out").exists()
     shutil.rmtree(source)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_ranks_share_a_reshard(source: Path, tmp_path: Path) -> None:
+    xrank.reshard_checkpoint(source, None, tmp_path / "alone", to="deepspeed-universal")
+    with forked_ranks() as ranks:
+        small = {"window_nbytes": 4096, "round_nbytes": 20_000}
+        out = ("--to", "deepspeed-universal", "-o", tmp_path / "shared")
+        ended = ranks("reshard", source, *out, num_ranks=3, **small)
+    assert [rank.exit_code for rank in ended] == [0, 0, 0]
+    assert content(tmp_path / "shared") == content(tmp_path / "alone")
+
+
+def test_killed_at_every_call(source: Path, tmp_path: Path, every: int) -> None:
+    """What a killed run has finished, in folders too, is kept; nothing of it is visible before all is there."""
+    out = tmp_path / "out"
+
+    def work() -> int:
+        report = xrank.reshard_checkpoint(source, None, out, to="accelerate", workers=1)
+        return int(report.output["resumed_nbytes"])
+
+    work()
+    known = content(out)
+    shutil.rmtree(out)
+    resumed = set()
+    for _ in kill_points(work, extra=EXTRA, every=every):
+        if not out.exists():
+            resumed.add(work())
+        assert content(out) == known
+        assert sorted(os.listdir(tmp_path)) == ["out", "step-2"]
+        shutil.rmtree(out)
+    # A file in a folder is kept, too, the smallest of which is larger than the two in none.
+    assert 0 in resumed
+    assert max(resumed) >= min(len(data) for name, data in known.items() if "/" in name)

@@ -276,7 +276,9 @@ class _Writing(Outputs):
     def finish(self, finished: FinishedFile, ending: Sequence[PlacedBytes] = ()) -> None:
         output, index = self._plan.files[finished.index].output, finished.index
         self._files.finish(index, output.name, output.nbytes, digest_text(finished.digest), finished.tensor_digests)
-        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
+        # A state for DeepSpeed has thousands of files, in folders.
+        level = logging.DEBUG if "/" in output.name else logging.INFO
+        _logger.log(level, "finished %s, %s bytes", output.name, f"{output.nbytes:,}")
         seconds = max(monotonic() - self._begun.pop(index, monotonic()), 1e-9)
         _logger.debug("%s took %.1f s, %s/s", output.name, seconds, size_text(output.nbytes / seconds))
 

@@ -73,6 +73,17 @@ class TargetFiles(Struct):
     notes: list[Note] = field(default_factory=list)
 
 
+class _Saved(Struct, frozen=True):
+    """A tensor of a state dict."""
+
+    path: Path
+    """Keys that lead to it."""
+    tensor: StoredShard | float
+    """The tensor, or the value of one of a single element."""
+    parameter: str | None = None
+    """Parameter that it is cut as; None: it is not cut."""
+
+
 def lay_out_target(
     state: TrainingState, target: StateTarget, *, grid: Grid | None = None, tag: str | None = None
 ) -> TargetFiles:
@@ -89,14 +100,14 @@ def lay_out_target(
         _add_trainer_files(state, made)
         return made
     is_flat = target == "torchtitan"
-    model = [((name,) if is_flat else ("model", name), shard) for name, shard in _list_model(state)]
+    model = [_Saved((name,) if is_flat else ("model", name), shard, name) for name, shard in _list_model(state)]
     tensors, values = _list_optimizer(state, is_flat=is_flat)
     if target == "accelerate":
         made.files += _lay_out_dcp("pytorch_model_fsdp_0/", model, {}, grid)
         made.files += _lay_out_dcp("optimizer_0/", tensors, values, grid)
         _add_trainer_files(state, made)
         return made
-    tensors += ((tuple(s.name.split(".")), s) for s in state.stored.shards if s.name in state.others)
+    tensors += (_Saved(tuple(s.name.split(".")), s) for s in state.stored.shards if s.name in state.others)
     others = {key: value for key, value in state.values.items() if key not in _OF_DEEPSPEED}
     rest = _flatten((), _own_values(state) if is_flat else others)
     values |= {path: value for path, value in rest.items() if ".".join(map(str, path)) not in state.others}
@@ -140,16 +151,14 @@ def _group_options(state: TrainingState) -> list[dict[str, Any]]:
     return found
 
 
-def _list_optimizer(
-    state: TrainingState, *, is_flat: bool
-) -> tuple[list[tuple[Path, StoredShard | float]], dict[Path, Any]]:
+def _list_optimizer(state: TrainingState, *, is_flat: bool) -> tuple[list[_Saved], dict[Path, Any]]:
     """Return the optimizer's tensors and steps, and its groups, under the keys of ``get_state_dict``."""
 
     def key(*parts: str) -> Path:
         return ("optimizer", ".".join(("state", *parts))) if is_flat else ("optimizer", "state", *parts)
 
-    tensors: list[tuple[Path, StoredShard | float]] = [(key(n, "step"), s) for n, s in state.steps.items()]
-    tensors += ((key(name, kind), shard) for name, kind, shard in _moments(state))
+    tensors = [_Saved(key(name, "step"), step) for name, step in state.steps.items()]
+    tensors += (_Saved(key(name, kind), shard, name) for name, kind, shard in _moments(state))
     values: dict[Path, Any] = {}
     for number, (group, options) in enumerate(zip(state.groups, _group_options(state), strict=True)):
         # A scheduler adds it, and dcp.load then wants it.
@@ -243,17 +252,18 @@ class _Piece(Struct, frozen=True):
 
 def _lay_out_dcp(
     folder: str,
-    tensors: Sequence[tuple[Path, StoredShard | float]],
+    tensors: Sequence[_Saved],
     values: Mapping[Path, Any],
     grid: Grid | None,
 ) -> list[OutputFile]:
     """Return the files of a DCP folder, ``.metadata`` last."""
     pieces = [_Piece(path, 0, (), Item(value)) for path, value in values.items()]
     kinds: dict[Path, tuple[str, tuple[int, ...]]] = {}
-    for path, tensor in tensors:
+    for one in tensors:
+        path, tensor = one.path, one.tensor
         if isinstance(tensor, StoredShard):
             kinds[path] = tensor.dtype, tensor.shape
-            pieces += _cut(path, tensor, grid)
+            pieces += _cut(path, tensor, one.parameter, grid)
         else:
             kinds[path] = "F32", ()
             pieces.append(_Piece(path, 0, (), Item(view("F32", ()), content=struct.pack("<f", tensor))))
@@ -281,12 +291,11 @@ def _lay_out_dcp(
     return [*files, bare_file(f"{folder}.metadata", metadata_pickle(saved))]
 
 
-def _cut(path: Path, shard: StoredShard, grid: Grid | None) -> Iterator[_Piece]:
+def _cut(path: Path, shard: StoredShard, parameter: str | None, grid: Grid | None) -> Iterator[_Piece]:
     """Yield the boxes of a tensor."""
     name, shape = shard.name, shard.shape
     whole = OutputTensor(name, shard.dtype, shape)
-    parameter = str(path[-1] if path[-1] == name or len(path) == 2 else path[-2])
-    if grid is None:
+    if grid is None or parameter is None:
         row = whole.nbytes // shape[0] if shape and shape[0] else 1
         step = max(1, _BLOCK_NBYTES // max(row, 1))
         if whole.nbytes <= _BLOCK_NBYTES or not shape:

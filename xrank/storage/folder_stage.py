@@ -542,20 +542,24 @@ def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
             if stat.S_ISREG(status.st_mode) and status.st_size == line.nbytes:
                 finished[line.file] = line
     with explain_errors(stage):
-        # Folders contain companions only, which have no line in the journal and are copied again.
+        # Companions have no line in the journal, and are copied again.
         _empty(stage, {*finished, JOURNAL_NAME})
     return tuple(finished.values())
 
 
-def _empty(folder: str, kept: Collection[str]) -> None:
-    """Remove all of a folder but the files of these names."""
+def _empty(folder: str, kept: Collection[str], above: str = "") -> None:
+    """Remove all of a folder but the files of these names; `above` is the folder's own, as in them."""
     import shutil  # most outputs are new
 
     for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
+        name = above + entry.name
+        if not entry.is_dir(follow_symlinks=False):
+            if name not in kept:
+                os.unlink(entry.path)
+        elif any(one.startswith(f"{name}/") for one in kept):
+            _empty(entry.path, kept, f"{name}/")
+        else:
             shutil.rmtree(entry.path)
-        elif entry.name not in kept:
-            os.unlink(entry.path)
 
 
 def is_own(stage: str) -> bool:
