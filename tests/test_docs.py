@@ -9,14 +9,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import click
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.page_blocks import run_program
 from xrank import NFSWorkspace
@@ -31,6 +34,8 @@ IN_ORACLE = {"from-deepspeed.md", "integrations.md"}
 """Pages with Python that needs frameworks: tests of their names in tests/oracle run it."""
 TORCHRUN = "# torchrun --nproc-per-node "
 """How a program of several ranks begins."""
+RUN = ("resume-elsewhere.md",)
+"""Pages all commands of which run, one after the other."""
 LANGUAGES = ("console", "python", "sh", "text", "toml")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -69,7 +74,21 @@ def demo(tmp_path_factory) -> Path:
     (path / "base" / "config.json").write_text('{"hidden_size": 64}')
     trained = {"model.embed_tokens.weight": torch.zeros(172, 64), "model.norm.weight": torch.zeros(96).bfloat16()}
     save_file(trained, path / "base" / "model.safetensors")
+    save_trained(path / "checkpoint-2000")
     return path
+
+
+def save_trained(folder: Path) -> None:
+    """Save a model and its optimizer after a step, as accelerate does."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 43), torch.nn.LayerNorm(43))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    model, moments = get_state_dict(net, optimizer)
+    for name, state in (("pytorch_model_fsdp_0", {"model": model}), ("optimizer_0", {"optimizer": moments})):
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(state, checkpoint_id=folder / name, no_dist=True)
+    torch.save(torch.optim.lr_scheduler.ConstantLR(optimizer).state_dict(), folder / "scheduler.pt")
 
 
 @each_page
@@ -92,6 +111,9 @@ def test_the_blocks_of_a_page_are_true(page: Path, demo: Path, tmp_path: Path, m
         elif language == "sh":
             for command in text.replace("\\\n", "").splitlines():
                 check_arguments(command)
+                if page.name in RUN:
+                    words = shlex.split(command, comments=True)[1:]
+                    subprocess.run([sys.executable, "-m", "xrank", *words], capture_output=True, check=True)
         elif language == "toml":
             Path("layout.toml").write_text(text)
             cut = {"layouts.md": "[f/~tp/~dp, h]", "switching-from-modelopt.md": "[f/tp, h]"}[page.name]
