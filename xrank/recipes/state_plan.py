@@ -143,7 +143,8 @@ def _check_whole(state: TrainingState, written: Collection[str]) -> None:
     """Check that each tensor of the state is written, but for parameters whose masters are, or which are tied."""
     masters = {name for name, kinds in state.states.items() if MASTER in kinds}
     masters |= {name for name, target in state.stored.aliases.items() if target in masters or target in written}
-    lost = [shard.name for shard in state.stored.shards if shard.name not in written and shard.name not in masters]
+    names = (shard.name for shard in state.stored.shards if prod(shard.shape))  # no bytes are copied of empty ones
+    lost = [name for name in names if name not in written and name not in masters]
     if lost:
         raise UsageError(
             f"{list_text(lost)}: {plural(len(lost), 'tensor')} of the state would not be written",

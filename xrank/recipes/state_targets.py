@@ -176,7 +176,7 @@ def _list_optimizer(state: TrainingState, *, is_flat: bool) -> tuple[list[_Saved
 
 def _own_values(state: TrainingState) -> dict[str, Any]:
     """Return the values that torchtitan keeps beside model and optimizer."""
-    own, step = {key: state.values[key] for key in state.values.keys() - _OF_DEEPSPEED}, find_step(state)
+    own, step = {key: value for key, value in state.values.items() if key not in _OF_DEEPSPEED}, find_step(state)
     scheduler = own.get("lr_scheduler")
     last = (
         scheduler.get("last_epoch", scheduler.get("last_batch_iteration")) if isinstance(scheduler, Mapping) else step
@@ -197,7 +197,7 @@ def _describe_losses(state: TrainingState, target: StateTarget) -> Iterator[Note
     is_universal = target == "deepspeed-universal"
     grouped = {name for group in state.groups for name in group.parameters}
     names = {name for name, _ in _list_model(state)}
-    unstepped = [name for name in grouped if name not in state.states]
+    unstepped = sorted(grouped - state.states.keys())
     if unstepped:
         text = f"{list_text(unstepped)}: never stepped, so no optimizer state is written for them"
         yield "never-stepped", text + ("" if is_universal else "; torch loads it with StateDictOptions(strict=False)")
