@@ -38,7 +38,6 @@ from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
-_SMALL_NBYTES = 1 << 16
 _OF_RANKS = {
     **dict.fromkeys(("rng", "rng_state", "rng_states", "cuda_rng_state", "random_states"), "random states of ranks"),
     **dict.fromkeys(("dataloader", "sampler"), "positions of the ranks' data loaders"),
@@ -178,7 +177,7 @@ def _read_values(folder: str, metadata: DcpMetadata, named: Mapping[str, str]) -
         with open_regular(os.path.join(folder, metadata.files[number])) as file:
             for start, nbytes, name in sorted(items):
                 try:
-                    key = file.read(start, nbytes) if nbytes < _SMALL_NBYTES else name
+                    key = file.read(start, nbytes) if nbytes < 1 << 16 else name
                     if key not in known:
                         known[key] = read_archive_in(file, start=start, nbytes=nbytes).value
                     found[name] = known[key]

@@ -36,8 +36,9 @@ from xrank.storage.regular_file import Origin, quote
 from xrank.words import plural
 
 _MODEL_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params num_experts frozen_param_fragments "
-    "sparse_tensor_module_names dp_world_size mp_world_size ds_version checkpoint_parallel_dimensions".split()
+    {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "num_experts"}
+    | {"frozen_param_fragments", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_version"}
+    | {"checkpoint_parallel_dimensions"}
 )
 """Keys of model states that describe the model and the ranks."""
 _OF_RANKS = {"data_sampler": "positions of data samplers", "random_ltd": "the state of random layer dropping"}
