@@ -123,3 +123,32 @@ def test_a_name_that_claims_a_billion_ranks_is_refused_at_once(tmp_path: Path) -
     torch.save({"w": torch.ones(2)}, tmp_path / "model_world_size_999999999_rank_0.pt")
     (problem,) = xrank.inspect(tmp_path).details["problems"]
     assert "and 999999997 more of 999999999" in problem["message"]
+
+
+def test_a_cut_copy_of_another_shard_gives_no_piece(tmp_path: Path) -> None:
+    """Its first pieces have the right shapes, and the values of another rank."""
+    source = tmp_path / "source"
+    SOURCES["torch_dist"][0](source)
+    known = xrank.gather_checkpoint(source, tmp_path / "known", recipe="none")
+    folder = source / "iter_0000010"
+    (folder / "__2_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:9000])
+    (problem,) = xrank.inspect(source).details["problems"]
+    assert "__2_0.distcp: is cut short" in problem["message"]
+    report = xrank.gather_checkpoint(source, tmp_path / "out", recipe="none", salvage=True)
+    found, right = (load_file(tmp_path / name) for name in ("out/salvaged.safetensors", "known/model.safetensors"))
+    assert report.output is not None and len(found) + len(report.output.missing) == known.num_tensors
+    assert all(torch.equal(tensor, right[name]) for name, tensor in found.items()) and found
+    assert not [name for name in found if "linear" in name and "norm" not in name], (
+        "each linear layer has a piece in the lost shard"
+    )
+
+
+def test_a_salvage_is_replaced_by_a_whole_model(tmp_path: Path) -> None:
+    model = leave(tmp_path / "states")
+    kept = (tmp_path / "states" / "rank_1_state.pth").rename(tmp_path / "kept.pth")
+    xrank.gather_checkpoint(tmp_path / "states", tmp_path / "out", salvage=True)
+    kept.rename(tmp_path / "states" / "rank_1_state.pth")
+    ended = run("gather", tmp_path / "states", "-o", tmp_path / "out", "--overwrite")
+    assert ended.exit_code == 0, ended.stderr
+    assert not (tmp_path / "out" / "salvage.json").exists() and run("verify", tmp_path / "out").exit_code == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == model.keys()

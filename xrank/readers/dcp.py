@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
@@ -170,7 +171,7 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor], 
     order = np.lexsort((start, file))
     bounds = np.searchsorted(file[order], [*used, len(metadata.files)])
     rows = np.full((len(file), 4), (-1, 0, 0, LOST), dtype=np.int64)
-    files, reader = [], _FileReader(names, tensors, counts)
+    files, reader = [], _FileReader(names, tensors, counts, faults)
     for number, low, high in zip(used, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         mine = order[low:high]
         name = metadata.files[number]
@@ -188,8 +189,11 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor], 
                     f"{end:,} bytes",
                     "if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
                 )
-            rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine], faults)
+            rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine])
             files[-1] = SourceFile.from_status(opened.origin.path, opened.status)
+    if not faults.raises:
+        for number in used:
+            reader.lose_copy(os.path.join(folder, metadata.files[number]), file == number, owner, rows)
     kinds = reader.items.kinds
     ends = np.cumsum(counts)
     ranks = np.array([rank_of_file(name) or 0 for name in metadata.files], dtype=np.int64)
@@ -259,21 +263,15 @@ def _corrupt(name: str, what: str, path: str, *, got: str | None = None, want: s
 class _FileReader:
     """Reads the items file by file, and compares each file with the earlier ones."""
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[DcpTensor], counts: Sequence[int]) -> None:
+    def __init__(
+        self, names: Sequence[str], tensors: Sequence[DcpTensor], counts: Sequence[int], faults: Faults
+    ) -> None:
         self.items = ItemReader()
-        self._names, self._tensors = names, tensors
+        self._names, self._tensors, self._faults = names, tensors, faults
         self._firsts = np.cumsum([0, *counts])
         self._seen: dict[bytes, RegularFile] = {}
 
-    def read(
-        self,
-        file: RegularFile,
-        owner: IntArray,
-        piece: IntArray,
-        start: IntArray,
-        nbytes: IntArray,
-        faults: Faults = RAISING,
-    ) -> IntArray:
+    def read(self, file: RegularFile, owner: IntArray, piece: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
         """Return kind, offset, bytes and checksum of each item; the items are in order of their starts."""
         if is_safetensors(file, int(start[0])):
             return self._safetensors(file, owner, piece, start)
@@ -285,14 +283,14 @@ class _FileReader:
         try:
             rows = self.items.read(file, start.tolist(), nbytes.tolist(), names)
         except XrankError as error:
-            faults.add(error)
+            self._faults.add(error)
             rows = self._read_each(file, start, nbytes, names)
             if not len(rows):
-                faults.lose(error, file.origin.path)
+                self._faults.lose(error, file.origin.path)
                 rows = np.full((len(names), 4), (-1, 0, 0, LOST), dtype=np.int64)
             return rows
         if (rows[:, 3] != NO_CHECKSUM).all():
-            self._check_copy(file, owner, rows, faults)
+            self._check_copy(file, owner, rows)
         return rows
 
     def _read_each(self, file: RegularFile, start: IntArray, nbytes: IntArray, names: Sequence[str]) -> IntArray:
@@ -311,7 +309,20 @@ class _FileReader:
                     return rows[:0]
         return rows
 
-    def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray, faults: Faults) -> None:
+    def lose_copy(self, path: str, mine: npt.NDArray[np.bool_], owner: IntArray, rows: IntArray) -> None:
+        """Lose a damaged file if one of its pieces is also another file's: it may be a copy, cut or damaged since."""
+        fault = next((error for error in self._faults.errors if error.file == path), None)
+        is_there = rows[:, 3] != LOST
+        if fault is None or path in self._faults.files or not (mine & is_there).any():
+            return
+        keys = np.column_stack((owner, rows[:, 2:]))
+        known = set(map(tuple, keys[~mine & is_there].tolist()))
+        own = zip(keys[mine & is_there].tolist(), rows[mine & is_there].tolist(), strict=True)
+        with open_regular(path) as file:
+            if any(tuple(key) in known and not self._is_uniform(file, *row[:3]) for key, row in own):
+                self._faults.lose(fault, path)
+
+    def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray) -> None:
         """Refuse a file with exactly the pieces of another one, unless they repeat one value.
 
         An item does not record its rank, so this check alone detects a copy of another rank's file of the same size.
@@ -329,7 +340,7 @@ class _FileReader:
             "copy both files again from where they were written",
             tensor=self._names[int(owner[0])],
         )
-        faults.lose(error, file.origin.path, other.origin.path)  # which of the two is the copy is unknown
+        self._faults.lose(error, file.origin.path, other.origin.path)  # which of the two is the copy is unknown
 
     def _is_uniform(self, file: RegularFile, kind: int, offset: int, nbytes: int) -> bool:
         width = dtypes.dtype(self.items.kinds[kind].dtype).nbytes

@@ -196,15 +196,9 @@ def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mappi
     return {name: shapes[name] for name in numels}
 
 
-def check_slices(
-    partitions: Sequence[Partition],
-    number: int,
-    shapes: Shapes,
-    places: Sequence[tuple[int, int]],
-    size: int,
-    faults: Faults,
-) -> None:
+def check_slices(every: Partitions, number: int, shapes: Shapes, places: Sequence[tuple[int, int]], size: int) -> None:
     """Check each partition's record of its parameters; it identifies the rank, unless one tensor fills several."""
+    partitions = every.all
     recorded = [
         dict(partition.slices[number]) if partition.slices is not None and number < len(partition.slices) else None
         for partition in partitions
@@ -231,7 +225,7 @@ def check_slices(
             ascii(expected[rank])[:200],
             f"copy rank {origin.rank}'s file again from where it was saved",
         )
-        faults.lose(error, origin.path)
+        every.faults.lose(error, origin.path)
 
 
 def _expect_slices(
@@ -437,7 +431,7 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
         if length + padding != size:
             got = f"{length:,} and {padding:,} of padding in group {number}"
             raise _size_error(partition, got, f"{size:,} together")
-    check_slices(partitions.all, number, shapes, spans, size, partitions.faults)
+    check_slices(partitions, number, shapes, spans, size)
     return {
         name: locate_successive(name, shape, partitions.flats, number, size, first_element)
         for (name, shape), (first_element, _) in zip(shapes.items(), spans, strict=True)
