@@ -42,9 +42,9 @@ def test_torch_reads_each_item() -> None:
     file, places = lay_out_items("x", ITEMS)
     small, large = torch.arange(6).bfloat16().view(3, 2), torch.arange(float(1 << 18))
     data = written(file, [small.view(torch.uint8).numpy().tobytes(), large.numpy().tobytes()])
-    assert [place.offset % 64 for place in places] == [0] * len(ITEMS)
+    assert [start % 64 for start, _ in places] == [0] * len(ITEMS)
     assert file.tensors[1].offset % 4096 == 0
-    found = [torch.load(io.BytesIO(data[p.offset : p.offset + p.nbytes]), weights_only=True) for p in places]
+    found = [torch.load(io.BytesIO(data[start : start + nbytes]), weights_only=True) for start, nbytes in places]
     assert found[0] == {"lr": 0.1} and found[5] == []
     assert found[1] == 7 and found[1].shape == ()
     assert torch.equal(found[2], small) and torch.equal(found[3]["param"], large)
@@ -52,8 +52,8 @@ def test_torch_reads_each_item() -> None:
 
 
 def test_a_file_without_tensors() -> None:
-    file, (place,) = lay_out_items("x", [Item({"a": 1})])
-    assert file.ending is None and file.nbytes == place.nbytes
+    file, ((_, nbytes),) = lay_out_items("x", [Item({"a": 1})])
+    assert file.ending is None and file.nbytes == nbytes
     data = bytearray(file.nbytes)
     for at, part in ((0, file.header), *file.fragments):
         data[at : at + len(part)] = part

@@ -245,6 +245,27 @@ def plan_proof(
     return Check(plan, judge)
 
 
+def plan_state_proof(path: str) -> Check:
+    """Return the check that proves a training state, its moments too, as a reshard would, and discards the bytes."""
+    from xrank.engine.hf_folder import lay_out
+    from xrank.readers.training_states import read_training_state
+
+    stored = read_training_state(path).stored
+    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in stored.shards]
+
+    def judge(outcome: Outcome) -> Verdict:
+        proof = ProofFacts(coverage="proven", num_checksums=outcome.num_checksums)
+        return Verdict(SourceFacts(path=path, format=stored.format, step=stored.step), proof, outputs, ())
+
+    return Check(make_plan(stored, lay_out(outputs, 1 << 62)), judge)
+
+
+def is_state(path: str) -> bool:
+    """Return whether the manifest in a folder is that of a training state, whose tensors are not listed there."""
+    names = (file["name"].rpartition("/")[2] for file in read_manifest(os.path.join(path, MANIFEST_NAME))["files"])
+    return not {".metadata", "latest_universal"}.isdisjoint(names)
+
+
 def plan_of_headers(headers: Sequence[SafetensorsHeader]) -> Plan:
     """Return a plan that reads files as they are, from their headers; each is one file of the plan."""
     from xrank.readers.hugging_face.folder import describe_files, output_file_of

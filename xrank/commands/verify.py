@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from xrank.commands.checks import Check, plan_manifest_check, plan_proof, run_check
+from xrank.commands.checks import Check, is_state, plan_manifest_check, plan_proof, plan_state_proof, run_check
 from xrank.commands.report import count_outputs, counts_requests
 from xrank.engine.executor import Budget
 from xrank.engine.report import OutputFacts, ProofFacts, Report, SourceFacts, timed_report
@@ -143,7 +143,7 @@ def verify_model(
                     want=f"a checkpoint that needs it, or {option('against')} one",
                     next_step=f"leave {option(surplus)} out",
                 )
-            return plan_manifest_check(text, base)
+            return plan_state_proof(text) if is_state(text) else plan_manifest_check(text, base)
         from xrank.commands.comparison import plan_comparison  # not needed for a single path
 
         return plan_comparison(text, places.enter(against), budget, adapter_config, base=base, recipe=recipe, **choices)

@@ -29,13 +29,6 @@ class Item(Struct, frozen=True):
     """Bytes of the tensor, if they are known already."""
 
 
-class PlacedItem(Struct, frozen=True):
-    """The place of an item in a file."""
-
-    offset: int
-    nbytes: int
-
-
 def view(dtype: str, shape: tuple[int, ...], key: str = "0") -> ArchivedTensor:
     """Return the tensor that is all of a record."""
     return ArchivedTensor(key, dtype, shape, row_major(shape), 0)
@@ -53,8 +46,8 @@ def bare_file(name: str, content: bytes) -> OutputFile:
     return OutputFile(name, content, (), len(content))
 
 
-def lay_out_items(name: str, items: Sequence[Item]) -> tuple[OutputFile, list[PlacedItem]]:
-    """Return a file of archives one after another, with zeros in between, and their places."""
+def lay_out_items(name: str, items: Sequence[Item]) -> tuple[OutputFile, list[tuple[int, int]]]:
+    """Return a file of archives one after another, with zeros in between, and the first byte and bytes of each."""
     end, known, tensors, late, places = 0, list[PlacedBytes](), list[OutputTensor](), list[tuple[int, Item]](), []
     for item in items:
         tensor, content = item.tensor, item.content
@@ -65,7 +58,7 @@ def lay_out_items(name: str, items: Sequence[Item]) -> tuple[OutputFile, list[Pl
         is_large = bool(end) and tensor is not None and tensor.nbytes >= _LARGE_NBYTES
         start = end + -(end + (layout.offsets[0] if is_large else 0)) % (ALIGNMENT if is_large else _ALIGNMENT)
         end = start + layout.nbytes
-        places.append(PlacedItem(start, layout.nbytes))
+        places.append((start, layout.nbytes))
         known.append((start, layout.front + b"".join(data for _, data in layout.headers)))
         if tensor is not None:
             tensors.append(replace(tensor, offset=start + layout.offsets[0]))

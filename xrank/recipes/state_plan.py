@@ -25,7 +25,8 @@ from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe_choice import follow_recipe, match_asked_recipe
 from xrank.recipes.reshard_plan import Reshard, new_claim
 from xrank.recipes.state_targets import Grid, StateTarget, lay_out_target
-from xrank.words import list_text, plural
+from xrank.storage.regular_file import Origin
+from xrank.words import list_text
 
 
 class StateChoices(Struct, frozen=True):
@@ -85,21 +86,19 @@ def _check_choices(options: GatherOptions, choices: StateChoices) -> None:
     elif is_grid and choices.to == "deepspeed-universal":
         name = next(name for name in ("layouts", "dp", "tp") if getattr(choices, name) is not None)
         problem = option(name), "DeepSpeed cuts a universal checkpoint while it loads"
-    elif choices.layouts is not None and (choices.dp or choices.tp):
+    elif choices.layouts is not None and (choices.dp is not None or choices.tp is not None):
         problem = option("dp"), f"{option('layouts')} gives the cuts"
     elif choices.tag is not None and choices.to != "deepspeed-universal":
         problem = option("tag"), "only DeepSpeed's files are in such a folder"
     if problem is not None:
         name, why = problem
         raise UsageError(f"{name} does not go with {option('to', choices.to)}: {why}", next_step=f"leave {name} out")
-    for name in ("dp", "tp"):
-        if (number := getattr(choices, name)) is not None and number < 1:
-            raise UsageError(f"{option(name)} must be 1 or more", got=str(number), next_step="give a number of ranks")
 
 
 def _find_grid(choices: StateChoices) -> Grid | None:
     if choices.layouts is None:
-        return Grid.of_axes(choices.dp or 1, choices.tp or 1) if choices.dp or choices.tp else None
+        sizes = [1 if size is None else size for size in (choices.dp, choices.tp)]
+        return None if choices.dp is None is choices.tp else Grid.of_axes(*sizes)
     layouts = choices.layouts if isinstance(choices.layouts, LayoutMap) else read_layouts(choices.layouts)
     claims = Claims(layouts)
 
@@ -117,25 +116,20 @@ def _find_grid(choices: StateChoices) -> Grid | None:
 
 def _name_optimizer(state: TrainingState, choices: StateChoices) -> TrainingState:
     """Return the state with the optimizer's class; UsageError if it decides the values, and nothing says which."""
+    origin = Origin(state.stored.path)
     if state.optimizer is None:
         asked = choices.optimizer or ("AdamW" if all(not g.options.get("weight_decay") for g in state.groups) else None)
         if asked is None and choices.to != "deepspeed-universal":
-            raise UsageError(
-                f"{state.stored.path} does not record whether its optimizer is Adam or AdamW",
-                file=state.stored.path,
-                got="groups with weight decay, which the two apply in different ways",
-                want=option("optimizer", metavar="Adam|AdamW"),
-                next_step=f"add {option('optimizer', 'AdamW')}, or Adam, as the training had it",
-            )
+            got, step = "groups with weight decay, which the two apply in different ways", option("optimizer", "AdamW")
+            want, problem = option("optimizer", metavar="Adam|AdamW"), "does not record whether it is of Adam or AdamW"
+            raise origin.usage(problem, got, want, f"add {step}, or Adam, as the training had it")
         return replace(state, optimizer=asked)
     if choices.optimizer not in (None, state.optimizer):
-        raise ContradictionError(
-            f"{state.stored.path} is a state of {state.optimizer}, not of {choices.optimizer}",
-            file=state.stored.path,
-            got=state.optimizer,
-            want=choices.optimizer,
-            next_step=f"leave {option('optimizer')} out",
+        problem, step = (
+            f"is a state of {state.optimizer}, not of {choices.optimizer}",
+            f"leave {option('optimizer')} out",
         )
+        raise origin.contradiction(problem, state.optimizer, choices.optimizer, step)
     return state
 
 
@@ -146,13 +140,8 @@ def _check_whole(state: TrainingState, written: Collection[str]) -> None:
     names = (shard.name for shard in state.stored.shards if prod(shard.shape))  # no bytes are copied of empty ones
     lost = [name for name in names if name not in written and name not in masters]
     if lost:
-        raise UsageError(
-            f"{list_text(lost)}: {plural(len(lost), 'tensor')} of the state would not be written",
-            tensor=lost[0],
-            got="no place in the target",
-            want="all tensors of the state",
-            next_step=f"use {option('to', 'dcp')}",
-        )
+        problem, step = f"the target has no place for {list_text(lost)}", f"use {option('to', 'dcp')}"
+        raise Origin(state.stored.path).usage(problem, "a tensor", "all tensors of the state", step, tensor=lost[0])
 
 
 # ---- recipes
@@ -178,13 +167,11 @@ def _rename(state: TrainingState, recipe: str | os.PathLike[str] | None) -> Trai
     trained = {new for new, olds in sources.items() if any(old in state.states for old in olds)}
     changed = [s.name for s in renamed.shards if s.name in trained and (s.factor, s.added) != (1.0, 0)]
     if changed:
-        raise UsageError(
-            f"{list_text(changed)}: the recipe {renamed.recipe} multiplies the values or adds to them",
-            tensor=changed[0],
-            got="a factor or an addition, which moments do not follow",
-            want="a recipe that names, splits and permutes",
-            next_step=f"keep the names with {option('recipe', 'none')}",
+        problem = (
+            f"the recipe {renamed.recipe} multiplies {list_text(changed)}, or adds to it, which moments do not follow"
         )
+        want, step = "a recipe that names, splits and permutes", f"keep the names with {option('recipe', 'none')}"
+        raise Origin(stored.path).usage(problem, "a factor or an addition", want, step, tensor=changed[0])
     found: list[StoredShard] = [*renamed.shards, *(shards[name] for name in state.others)]
     states: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(kind for kinds in state.states.values() for kind in kinds):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from xrank.engine.companions import CompanionFile
 from xrank.engine.torch_files import Item, bare_file, lay_out_archive_file, lay_out_items, view
-from xrank.errors import LayoutError, UsageError, option
+from xrank.errors import LayoutError, option
 from xrank.formats.dcp_writing import SavedPiece, SavedValue, metadata_pickle
 from xrank.formats.pickle_writing import size_value, write_pickle
 from xrank.layout.mesh import DeviceMesh
@@ -23,6 +23,7 @@ from xrank.layout.tensor_layout import TensorLayout
 from xrank.layout.training_state import MASTER, TrainingState
 from xrank.readers.placement import Claim
 from xrank.recipes.reshard_plan import new_parts
+from xrank.storage.regular_file import Origin
 from xrank.words import list_text, plural
 
 StateTarget: TypeAlias = Literal["dcp", "torchtitan", "accelerate", "deepspeed-universal"]
@@ -285,7 +286,7 @@ def _lay_out_dcp(
         files.append(file)
         for piece, place in zip(own, placed, strict=True):
             sizes = piece.item.value.shape if piece.path in kinds else ()
-            box = SavedPiece(name, place.offset, place.nbytes, piece.offsets, sizes)
+            box = SavedPiece(name, *place, piece.offsets, sizes)
             places.setdefault(piece.path, []).append(box)
     saved = [SavedValue(path, tuple(found), *kinds.get(path, ())) for path, found in places.items()]
     return [*files, bare_file(f"{folder}.metadata", metadata_pickle(saved))]
@@ -314,14 +315,10 @@ def _cut(path: Path, shard: StoredShard, parameter: str | None, grid: Grid | Non
         strides, address = row_major(shape), new.part.nests[0].y
         offsets = tuple(address // stride % size for stride, size in zip(strides, shape, strict=True))
         if new.part.nests != (_box(shape, offsets, new.shape),):
-            raise LayoutError(
-                f"{parameter}: the layout gives rank {rank} a part that is not one box, which DCP cannot hold",
-                tensor=parameter,
-                rank=rank,
-                got=f"{plural(len(new.part.nests), 'piece')} of shape {list(new.shape)} in all",
-                want="cuts that leave each rank consecutive indices of each dim",
-                next_step="change the layout: DCP loads on any ranks, whatever it is cut for",
-            )
+            problem = f"{parameter}: the layout gives rank {rank} a part that is not one box, which DCP cannot hold"
+            got, want = f"{plural(len(new.part.nests), 'piece')}", "consecutive indices of each dim"
+            other = "change the layout: DCP loads on any ranks, whatever it is cut for"
+            raise LayoutError(problem, tensor=parameter, rank=rank, got=got, want=want, next_step=other)
         if offsets not in seen:
             seen.add(offsets)
             item = Item(view(shard.dtype, new.shape), OutputTensor(name, shard.dtype, new.shape, part=new.part))
@@ -353,12 +350,8 @@ def _lay_out_universal(state: TrainingState, tag: str, made: TargetFiles) -> Non
     """Add the files of deepspeed/checkpoint/ds_to_universal.py, for ZeRO of all stages."""
     extra = sorted({kind for kinds in state.states.values() for kind in kinds} - {MASTER, "exp_avg", "exp_avg_sq"})
     if extra:
-        raise UsageError(
-            f"the optimizer keeps {list_text(extra)}, which a universal checkpoint has no place for",
-            got=list_text(extra),
-            want="exp_avg and exp_avg_sq",
-            next_step=f"use {option('to', 'dcp')}",
-        )
+        problem, other = f"keeps {list_text(extra)}, which a universal checkpoint has no place for", option("to", "dcp")
+        raise Origin(state.stored.path).usage(problem, list_text(extra), "exp_avg and exp_avg_sq", f"use {other}")
     trained, model = set(chain(*(group.parameters for group in state.groups))), dict(_list_model(state))
     # FusedAdam and CPUAdam, whose groups have this option, count steps in numbers, torch's classes in tensors.
     is_number = all("bias_correction" in group.options for group in state.groups)
