@@ -104,6 +104,12 @@ def test_options_that_do_not_go_together(tmp_path: Path, torn: Path, one: str, o
         xrank.gather_checkpoint(torn, tmp_path / "out", **{one: options[one], other: options[other]})
 
 
+def test_the_hub_takes_no_salvage(tmp_path: Path, torn: Path) -> None:
+    with pytest.raises(UsageError, match="a salvage is no model for the Hub"):
+        xrank.gather_checkpoint(torn, tmp_path / "out", salvage=True, push_to_hub="org/name")
+    assert not (tmp_path / "out").exists()
+
+
 def test_inspect_draws_what_is_lost(tmp_path: Path) -> None:
     source = tmp_path / "source"
     SOURCES["DCP"][0](source)

@@ -232,6 +232,9 @@ def gather_checkpoint(
     target = clean_path(out)
     push = find_push(target, push_to_hub)
     if push is not None:
+        if salvage:
+            step = f"give {option('out')} a folder on a disk, and leave {option('push_to_hub')} out"
+            raise UsageError("a salvage is no model for the Hub", got=push.repository, want="a folder", next_step=step)
         target = push.folder
     if dry_run:
         started = time.monotonic()

@@ -116,7 +116,8 @@ def inspect(
             recipe, adapted = planned.source.recipe, planned.decision.adapted
             if adapted is not None and adapted.is_alone and adapted.config_text is not None:
                 companions.append("adapter_config.json")
-            notes = [note for note in planned.notes if note not in model.notes]
+            # A gather's advice on config.json is to run it again.
+            notes = [note for note in planned.notes if note not in model.notes and note[0] != "no-config"]
             _compare_ties(planned)
     except XrankError as error:
         faults.add(error)
