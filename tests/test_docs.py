@@ -199,8 +199,9 @@ def test_the_page_shows_the_layers_that_the_linter_checks():
     assert [layer.strip() for layer in shown[0].split(">")] == re.findall(r'"(.*?)"', layers[1])
 
 
-def test_the_readme_is_short():
+def test_the_readme_and_the_changelog_are_short():
     assert len(README.read_bytes()) <= 6144
+    assert len((ROOT / "CHANGELOG.md").read_bytes()) <= 8000
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
