@@ -132,15 +132,15 @@ def test_one_error_in_all_three_faces(tmp_path: Path) -> None:
     base.mkdir()
     save_file({"w": torch.ones(2)}, base / "model.safetensors")
     words = ["gather", tmp_path, "--out", tmp_path / "out", "--base-model", base]
-    assert "try   name the right base model, or leave the tensor out with --exclude" in run(*words).stderr
+    assert "try   give the right base model, or leave the tensor out with --exclude" in run(*words).stderr
     error = json.loads(run(*words, "--json").stdout)["error"]
-    assert error["try"] == "name the right base model, or leave the tensor out with --exclude"
+    assert error["try"] == "give the right base model, or leave the tensor out with --exclude"
     with pytest.raises(XrankError) as raised:
         xrank.gather_checkpoint(tmp_path, tmp_path / "out", base_model=base)
     assert "or leave the tensor out with exclude=" in str(raised.value.next_step)
     with pytest.raises(XrankError) as raised:
         xrank.export_model({"w": torch.ones(2), "z": torch.ones(1)}, tmp_path / "out", base_model=base)
-    assert raised.value.next_step == "name the right base model, or leave the tensor out of what is given"
+    assert raised.value.next_step == "give the right base model, or omit the tensor"
 
 
 def test_advice_with_an_option_is_the_whole_command_where_it_is_known() -> None:

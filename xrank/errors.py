@@ -521,5 +521,5 @@ def require_linux(what: str) -> None:
             f"{what} needs Linux",
             got=f"a system without {', '.join(missing)}",
             want="Linux 5.4 or newer",
-            next_step="run it on Linux; here xrank gathers, checks and cuts checkpoints on disk",
+            next_step="run it on Linux; here xrank can gather, verify and reshard checkpoints on disk",
         )

@@ -71,7 +71,7 @@ def _lock(fd: int) -> bool:
     try:
         import fcntl
     except ImportError:
-        raise OSError(errno.ENOSYS, "no locks of files here") from None
+        raise OSError(errno.ENOSYS, "no file locks on this system") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

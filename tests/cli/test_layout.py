@@ -202,7 +202,7 @@ def test_check_by_the_sizes_that_the_file_tells(bench: Bench) -> None:
     ("change", "says", "tensor"),
     [
         (("[v/tp, h]", "[v/tp/rep, h] in other"), ["embed.weight, rows 4-11: held by no rank"], "embed.weight"),
-        (('"norm.weight"', '"norm.bias"'), ["norm.weight: no rule says how it is cut"], "norm.weight"),
+        (('"norm.weight"', '"norm.bias"'), ["norm.weight: no rule gives its layout"], "norm.weight"),
         (("[h]", "[h/three]"), ["three"], None),
         (("[n]", "[n/tp]"), ["steps"], "steps"),
     ],
@@ -224,7 +224,7 @@ def test_check_refuses_what_does_not_cover(
 def test_check_says_rules_that_match_nothing(bench: Bench) -> None:
     leave(bench.workspace)
     ended = run("layout", "check", written(bench, TOML + '"ghost.*" = "[h]"\n'), bench.workspace)
-    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "note   the rule 'ghost.*' decides for no tensor")
+    assert (ended.exit_code, ended.stdout.splitlines()[-1]) == (0, "note   the rule 'ghost.*' matches no tensor")
 
 
 def test_the_group_is_a_command_line_as_any(bench: Bench) -> None:

@@ -25,7 +25,7 @@ def test_summaries_are_whole() -> None:
 
 def test_the_timeout() -> None:
     text = " ".join(run("gather", "--help").stdout.split())
-    assert "a live rank to arrive. [default: 1800] [env var: XRANK_TIMEOUT]" in text and "x>0" not in text
+    assert "a rank that is alive but late. [default: 1800] [env var: XRANK_TIMEOUT]" in text and "x>0" not in text
     for value in ("0", "-1", "nan"):
         ended = run("gather", "x", "--out", "y", "--timeout", value, "--json")
         refusal(
@@ -51,7 +51,7 @@ def test_an_empty_path_is_none(words: tuple[str, ...]) -> None:
 def test_a_layout_file_that_cannot_be_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(bench.workspace)
     file = bench.folder / "l.toml"
-    says = ["cannot be read: No such file or directory", "name a layout file that can be read"]
+    says = ["cannot be read: No such file or directory", "give a readable layout file"]
     refusal(run("layout", "check", file, "--json"), "UsageError", says=says)
     file.write_text("no")
     for words in (["layout", "show", file], ["gather", bench.workspace, "--layout", file, "--out", bench.out]):
@@ -93,7 +93,7 @@ def test_an_interrupted_verify_starts_anew(bench: Bench, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(verify, "verify_model", interrupted)
     ended = run("verify", bench.workspace)
-    assert (ended.exit_code, ended.stderr) == (130, "xrank: interrupted; the same command starts anew (exit 130)\n")
+    assert (ended.exit_code, ended.stderr) == (130, "xrank: interrupted; the same command starts again (exit 130)\n")
 
 
 @pytest.mark.usefixtures("own_signals")

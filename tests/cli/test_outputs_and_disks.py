@@ -129,7 +129,7 @@ def test_states_are_not_replaced_by_a_model(bench: Bench, how: str) -> None:
         bench.succeeds(model)
         leave(bench.out)
     before = {path: path.read_bytes() for path in bench.out.rglob("*") if path.is_file()}
-    says = [f"{bench.out}: holds the states of 4 ranks, so --overwrite does not", "choose another --out"]
+    says = [f"{bench.out}: contains the states of 4 ranks, so --overwrite does not", "choose another --out"]
     for options in ([], ["--dry-run"], ["--max-shard-size", "600"]):
         bench.refused("OutputExistsError", "--overwrite", *options, says=says, file="rank_0_state.pth")
     assert {path: path.read_bytes() for path in bench.out.rglob("*") if path.is_file()} == before
@@ -191,7 +191,7 @@ def test_the_output_would_replace_its_source(bench: Bench, what: str, overwrite:
     if what == "above what is found":
         refusal(ended, "OutputExistsError")
     else:
-        refusal(ended, "UsageError", says=["would replace its source", "give --out a folder of its own"])
+        refusal(ended, "UsageError", says=["would replace its source", "give a separate folder as --out"])
     assert everything(bench.folder) == before
     bench.out = bench.folder / "elsewhere"
     ended = run("gather", source, "--out", bench.out)
@@ -420,7 +420,7 @@ def test_an_output_that_appears_meanwhile(bench: Bench, monkeypatch: pytest.Monk
     with monkeypatch.context() as meanwhile:
         at_read(meanwhile, 1, bench.out.mkdir)
         ended = bench.gather()
-    refusal(ended, "OutputExistsError", says=["something took its name while this gather ran", "an empty folder"])
+    refusal(ended, "OutputExistsError", says=["something else got its name while this gather ran", "an empty folder"])
     assert list(bench.out.iterdir()) == []
     bench.out.rmdir()
     report = bench.succeeds(model)
@@ -454,7 +454,7 @@ def test_a_limit_of_file_sizes_in_this_process(bench: Bench) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4200, before[1]))
     try:
-        says = ["larger than a file may be here: the file-size limit (ulimit -f)", "--max-shard-size"]
+        says = ["larger than the maximum size of a file (ulimit -f", "--max-shard-size"]
         bench.refused("UsageError", says=says, file="model.safetensors.part")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -513,7 +513,7 @@ def test_a_disk_that_fills_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", pwrite)
         ended = bench.gather("--max-shard-size", "400", "--workers", "1")
-    refusal(ended, "NoSpaceError", says=["no space left", "bytes free", "goes on from the files already finished"])
+    refusal(ended, "NoSpaceError", says=["no space left", "bytes free", "resumes from the finished files"])
     assert not os.path.lexists(bench.out)
     # The companion and two shards were finished and are kept; no half one.
     (stage,) = bench.folder.glob(".model.xrank-*")
@@ -571,7 +571,7 @@ def test_a_limit_of_file_sizes(bench: Bench) -> None:
     ended = in_shell('ulimit -f 8; exec "$@"', bench)  # 8 KiB
     assert ended.returncode == 2
     assert "xrank: UsageError: " in ended.stderr
-    assert "larger than a file may be here: the file-size limit (ulimit -f)" in ended.stderr
+    assert "larger than the maximum size of a file (ulimit -f" in ended.stderr
     assert "--max-shard-size" in ended.stderr
     assert bench.names() == ["run42"]
     bench.succeeds(model)

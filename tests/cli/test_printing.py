@@ -265,7 +265,7 @@ def test_a_stream_that_takes_nothing_changes_nothing(bench: Bench, script: str) 
 def test_a_full_stdout_is_told(bench: Bench) -> None:
     leave(bench.workspace)
     ended = shell("$GATHER > /dev/full", bench)
-    assert b"xrank: the result cannot be printed: No space left on device; the command's work is done" in ended.stderr
+    assert b"xrank: the result cannot be printed: No space left on device; the command itself is done" in ended.stderr
 
 
 def test_closed_descriptors_are_not_given_to_files(bench: Bench) -> None:

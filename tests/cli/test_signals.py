@@ -117,7 +117,7 @@ def test_at_many_moments(large: tuple[Bench, dict[str, str]], number: signal.Sig
     process = start(bench, after=after, numbers=[number])
     stdout, stderr = process.communicate(timeout=150)
     assert process.returncode == status, stderr
-    assert f"the same command goes on (exit {status})" in stderr
+    assert f"the same command resumes (exit {status})" in stderr
     assert "Traceback" not in stderr
     assert json.loads(stdout)["exit_code"] == status
     assert not os.path.lexists(bench.out)
@@ -160,7 +160,7 @@ def test_a_signal_that_another_thread_takes(large: tuple[Bench, dict[str, str]])
     bench, _ = large
     process = start(bench, after=1, numbers=[signal.SIGTERM], pause="own thread")
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 143 and "the same command goes on" in stderr
+    assert process.returncode == 143 and "the same command resumes" in stderr
     for name in bench.names():
         if name != "run42":
             shutil.rmtree(bench.folder / name)

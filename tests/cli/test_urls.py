@@ -75,7 +75,7 @@ def test_environments_that_open_no_store_are_told_what_to_set(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="cannot be opened with what the environment says") as caught:
+    with pytest.raises(UsageError, match="cannot be opened with the settings in the environment") as caught:
         xrank.inspect(url)
     assert caught.value.got == cause
     assert next(iter(variables), "AZURE_STORAGE_ACCOUNT_NAME") in caught.value.next_step
@@ -85,7 +85,7 @@ def test_calls_refuse_urls(room: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="is a URL"):
         xrank.NFSWorkspace(URL, rank=0, world_size=1)
-    with pytest.raises(UsageError, match="cannot be opened with what the environment says") as caught:
+    with pytest.raises(UsageError, match="cannot be opened with the settings in the environment") as caught:
         xrank.export_model(model, URL)
     assert (caught.value.file, caught.value.got) == (URL, "no credentials")
     assert sorted(os.listdir(room)) == ["here", "layout.toml"]

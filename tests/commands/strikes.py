@@ -59,7 +59,7 @@ def arm(board: Board, rank: int, strike: dict[str, Any]) -> None:
     Args:
         board: of all.
         rank: this one.
-        strike: ``victim``; ``what``: kill, stop, fail (its own tensors cannot be read any more) or fail to lend (only
+        strike: ``victim``; ``what``: kill, stop, fail (its own tensors can no longer be read) or fail to lend (only
             others cannot read them); and either ``step``, one of `STEPS`, with ``number``, the how manieth of its
             kind, or ``calls``: after so many calls of the victim that read, write or tell, and ``delay_seconds`` more.
     """

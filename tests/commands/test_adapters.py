@@ -92,16 +92,16 @@ class TestChoice:
 
     def test_open_checkpoint_takes_none(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
-        with pytest.raises(UsageError, match="holds a model and an adapter of it") as caught:
+        with pytest.raises(UsageError, match="contains a model and its adapter") as caught:
             open_checkpoint(bench.workspace)
-        assert "open_checkpoint opens what that writes" in (caught.value.next_step or "")
+        assert "open the output with xrank.open_checkpoint" in (caught.value.next_step or "")
         gather_checkpoint(bench.workspace, bench.out)
         assert set(open_checkpoint(bench.out / "adapter")) == set(saved_names(adapter()))
 
     @pytest.mark.parametrize("options", [{"adapter": "merge"}, {"adapter": "separate", "adapter_config": "file"}])
     def test_where_there_is_no_adapter(self, bench: Bench, options: dict[str, Any]) -> None:
         leave(bench.workspace)
-        refusal(bench, UsageError, "holds no adapter", **options)
+        refusal(bench, UsageError, "contains no adapter", **options)
 
     @pytest.mark.parametrize("is_alone", [False, True])
     def test_both(self, bench: Bench, is_alone: bool) -> None:
@@ -158,7 +158,7 @@ class TestChoice:
         model = {"x.weight": torch.rand(4, 4), name: torch.rand(2, 4)}
         leave(bench.workspace, model, layouts=dict.fromkeys(model, "[m/tp, n]"))
         for options in ({}, SEPARATE, MERGE):
-            error = refusal(bench, UsageError, f"contains {kind}.*, which xrank neither copies", **options)
+            error = refusal(bench, UsageError, f"contains {kind}.*, which xrank can neither copy", **options)
             assert error.tensor == name
         (problem,) = inspect_source(bench.workspace).details["problems"]
         assert name == problem["tensor"]
@@ -286,7 +286,7 @@ class TestMerge:
         pairs = adapter()
         pairs[LORA_A], pairs[LORA_B] = torch.rand(2, 8), torch.rand(12, 2)
         model, _ = leave_adapted(bench.workspace, None, pairs)
-        refusal(bench, ContradictionError, f"{ATTENTION}: its adapter has another rank", **MERGE)
+        refusal(bench, ContradictionError, f"{ATTENTION}: its adapter does not have the rank", **MERGE)
         patterns = {"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 2}, "alpha_pattern": {"q_proj": 5}}
         write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA, **patterns})
         gather_checkpoint(bench.workspace, bench.out, **MERGE)
@@ -449,7 +449,7 @@ class TestSeparate:
         state[P + "score.modules_to_save.default.weight"] = torch.rand(2, 8)
         leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
         write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
-        refusal(bench, UsageError, "is not merged", **MERGE)
+        refusal(bench, UsageError, "cannot be merged", **MERGE)
         gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
         assert_holds(bench.out, {**base_model(), "score.weight": state[P + "score.original_module.weight"]})
         trained = {
@@ -507,7 +507,7 @@ class TestSeparate:
         state |= {P + name: value for name, value in rows.items()}
         leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
         given = write_json(bench.folder / "given.json", {"r": RANK, "lora_alpha": ALPHA})
-        error = refusal(bench, UsageError, "says not which tokens' rows", adapter_config=given, **SEPARATE)
+        error = refusal(bench, UsageError, "does not list the tokens of the rows", adapter_config=given, **SEPARATE)
         assert error.tensor == P + next(iter(rows)) and "whole adapter_config.json" in str(error.next_step)
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
         write_json(bench.workspace / "adapter_config.json", config)
@@ -519,7 +519,7 @@ class TestSeparate:
         assert verify_model(bench.out, against=bench.workspace).ok
         if not is_alone:
             assert_holds(bench.out, base_model())
-            assert refusal(bench, UsageError, "is not merged", **MERGE).got == "trainable_token_indices"
+            assert refusal(bench, UsageError, "cannot be merged", **MERGE).got == "trainable_token_indices"
 
     def test_an_adapter_alone_of_some_layers_is_configured_by_whole_paths(self, bench: Bench) -> None:
         later = {name.replace("layers.0", "layers.1"): value for name, value in adapter().items()}
@@ -538,7 +538,7 @@ class TestSeparate:
         leave(bench.workspace, state, layouts=dict.fromkeys(state, "[m, n]"))
         write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
         write_json(bench.workspace / "config.json", {"model_type": "toy"})  # a model's, and there will be none
-        error = refusal(bench, UsageError, "an adapter alone", **MERGE)
+        error = refusal(bench, UsageError, "only an adapter", **MERGE)
         assert "base_model= with the safetensors weights" in (error.next_step or "")
         gather_checkpoint(bench.workspace, bench.out, dtype="bf16", **SEPARATE)
         assert sorted(path.name for path in bench.out.iterdir()) == [
@@ -646,14 +646,14 @@ class TestAlone:
     def test_another_models_adapter(self, bench: Bench) -> None:
         base = {name.replace("q_proj", "query"): tensor for name, tensor in base_model().items()}
         source, model = self.save(bench, saved_names(adapter()), base)
-        with pytest.raises(ContradictionError, match="nothing of the module itself is here") as caught:
+        with pytest.raises(ContradictionError, match="the module itself is missing") as caught:
             gather_checkpoint(source, bench.out, base_model=model, **MERGE)
         assert "the model that the adapter was trained on as base_model=" in (caught.value.next_step or "")
 
     def test_a_base_model_without_weights(self, bench: Bench) -> None:
         source, model = self.save(bench, saved_names(adapter()), base_model())
         (model / "model.safetensors").unlink()
-        with pytest.raises(UsageError, match="holds an adapter alone"):
+        with pytest.raises(UsageError, match="contains only an adapter"):
             gather_checkpoint(source, bench.out, base_model=model, **MERGE)
 
 
@@ -671,7 +671,7 @@ class TestRefusals:
         state = wrapped(base_model(), adapter())
         del state[P + LORA_A], state[P + LORA_B]
         leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
-        refusal(bench, ContradictionError, r"q_proj\.base_layer\.weight: its module has an adapter", **MERGE)
+        refusal(bench, ContradictionError, r"q_proj\.base_layer\.weight: the adapter of its module is missing", **MERGE)
 
     def test_an_original_without_what_was_trained_in_its_place(self, bench: Bench) -> None:
         state = {**wrapped(base_model(), adapter()), P + "score.original_module.weight": torch.rand(2, 8)}
@@ -679,7 +679,7 @@ class TestRefusals:
         refusal(
             bench,
             ContradictionError,
-            r"score\.original_module\.weight: the tensor that was trained in its place",
+            r"score\.original_module\.weight: the trained tensor that replaces it",
             **SEPARATE,
         )
 
@@ -702,7 +702,7 @@ class TestRefusals:
     def test_kinds_that_are_not_known(self, bench: Bench, name: str) -> None:
         state = {**wrapped(base_model(), adapter()), f"{P}{DOWN}.{name}": torch.rand(4, 8)}
         leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
-        error = refusal(bench, UsageError, "no kind that is known", **SEPARATE)
+        error = refusal(bench, UsageError, "an unknown kind", **SEPARATE)
         assert error.tensor == f"{P}{DOWN}.{name}"
 
     def test_a_quantised_base(self, bench: Bench) -> None:
@@ -717,7 +717,7 @@ class TestRefusals:
     def test_a_base_of_another_shape(self, bench: Bench) -> None:
         base = {**base_model(), f"{ATTENTION}.weight": torch.rand(12, 6)}
         leave_adapted(bench.workspace, base)
-        refusal(bench, ContradictionError, r"q_proj\.weight: its adapter is of another shape", **MERGE)
+        refusal(bench, ContradictionError, r"q_proj\.weight: the shape of its adapter does not fit", **MERGE)
 
     def test_convolutions(self, bench: Bench) -> None:
         base = {"conv.weight": torch.rand(4, 3, 2, 2)}
@@ -726,7 +726,7 @@ class TestRefusals:
             "conv.lora_B.default.weight": torch.rand(4, RANK, 1, 1),
         }
         leave_adapted(bench.workspace, base, lora, layouts=dict.fromkeys((*base, *lora), "[a, b, c, d]"))
-        refusal(bench, UsageError, "an adapter of this kind is not merged", **MERGE)
+        refusal(bench, UsageError, "an adapter of this kind cannot be merged", **MERGE)
         gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
         assert_holds(bench.out / "adapter", saved_names(lora))
 
@@ -735,13 +735,13 @@ class TestRefusals:
         leave_adapted(bench.workspace)
         value = True if key.startswith("use") else [[0, 1]]
         config = write_json(bench.folder / "c.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, key: value})
-        error = refusal(bench, UsageError, "is not merged", adapter_config=config, **MERGE)
+        error = refusal(bench, UsageError, "cannot be merged", adapter_config=config, **MERGE)
         assert error.got == key
 
     def test_a_bias_of_the_adapters_own(self, bench: Bench) -> None:
         lora = {**adapter(), f"{DOWN}.lora_B.default.bias": torch.rand(8)}
         leave_adapted(bench.workspace, None, lora, layouts={f"{DOWN}.lora_B.default.bias": "[h]"})
-        error = refusal(bench, UsageError, "is not merged", **MERGE)
+        error = refusal(bench, UsageError, "cannot be merged", **MERGE)
         assert error.tensor == f"{P}{DOWN}.lora_B.default.bias"
         gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
         assert_holds(bench.out / "adapter", saved_names(lora))
@@ -814,10 +814,10 @@ class TestConfigurations:
         """As transformers' Trainer leaves with FSDP: PEFT refuses the folder until its configuration is there."""
         model, pairs = leave_adapted(bench.workspace)
         (bench.workspace / "lora_train_meta.json").unlink()
-        error = refusal(bench, UsageError, "no file states the rank and alpha", **MERGE)
+        error = refusal(bench, UsageError, "no file contains the rank and alpha", **MERGE)
         assert "adapter_config.json" in (error.got or "") and "adapter_config=" in (error.next_step or "")
         report = gather_checkpoint(bench.workspace, bench.out)
-        assert "PEFT loads no adapter without it" in notes_of(report)["adapter-config"]
+        assert "PEFT needs it to load the adapter" in notes_of(report)["adapter-config"]
         assert_holds(bench.out, model)
         assert_holds(bench.out / "adapter", saved_names(pairs))
         assert [path.name for path in (bench.out / "adapter").iterdir()] == ["adapter_model.safetensors"]
@@ -850,7 +850,7 @@ class TestConfigurations:
             ({"r": 4, "lora_alpha": 8, "rank_pattern": {"(": 4}}, CorruptError, "rank_pattern is not"),
             ({"r": 4, "lora_alpha": 8, "use_rslora": "no"}, CorruptError, "use_rslora is not"),
             ({"r": 4, "lora_alpha": 8, "target_parameters": [[0, 1]]}, CorruptError, "target_parameters is not"),
-            ({"r": 5, "lora_alpha": 8}, ContradictionError, "has another rank than c.json says"),
+            ({"r": 5, "lora_alpha": 8}, ContradictionError, "does not have the rank in c.json"),
             ({"r": 4, "lora_alpha": 8, "use_dora": True}, ContradictionError, "disagree about use_dora"),
         ],
     )
@@ -925,7 +925,7 @@ class TestSources:
         _, pairs = leave_adapted(bench.workspace)
         other = {**pairs, LORA_A: pairs[LORA_A] + 1}
         leave_adapted(bench.workspace, None, other, ranks=[3])
-        with pytest.raises(ContradictionError, match=r"q_proj\.lora_A\.default\.weight: rank 3 holds other values"):
+        with pytest.raises(ContradictionError, match=r"q_proj\.lora_A\.default\.weight: rank 3 holds different values"):
             gather_checkpoint(bench.workspace, bench.out, **MERGE)
         report = gather_checkpoint(bench.workspace, bench.out, replicas="pick", **MERGE)
         assert_holds(bench.out, merged(base_model(), pairs))
@@ -935,7 +935,7 @@ class TestSources:
         base, _ = leave_adapted(bench.workspace)
         other = {**base, f"{DOWN}.weight": base[f"{DOWN}.weight"] + 1}
         leave_adapted(bench.workspace, other, ranks=[2])
-        with pytest.raises(ContradictionError, match=r"down_proj\.weight: rank 2 holds other values"):
+        with pytest.raises(ContradictionError, match=r"down_proj\.weight: rank 2 holds different values"):
             gather_checkpoint(bench.workspace, bench.out, dtype="fp32", **MERGE)
 
 

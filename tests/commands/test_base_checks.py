@@ -36,7 +36,7 @@ def test_an_adapter_in_the_checkpoint(bench: Bench) -> None:
     base = base_of(bench, {**base_model(), "more.weight": torch.ones(2)})
     report = verify_model(bench.workspace, base_model=base)
     assert report.ok and report.proof["base_model"] is None
-    told = f"{bench.workspace} holds an adapter: names and shapes were not compared with {base}"
+    told = f"{bench.workspace} contains an adapter: names and shapes were not compared with {base}"
     assert ("base-model", told) in report.notes
 
 
@@ -46,7 +46,7 @@ def test_a_base_model_without_weights(bench: Bench, what: str) -> None:
     bench.succeeds(model)
     base = base_of(bench, None, {"model_type": "toy"})
     path = bench.workspace if what == "checkpoint" else bench.out
-    told = ("base-model", f"{base} holds no safetensors weights: names and shapes were not compared with it")
+    told = ("base-model", f"{base} contains no safetensors weights: names and shapes were not compared with it")
     report = verify_model(path, base_model=base)
     assert report.ok and report.proof["base_model"] is None
     assert told in report.notes
@@ -80,7 +80,7 @@ def test_one_of_them_has_another_shape(bench: Bench) -> None:
     base = base_of(bench, {**model, "x.lora_A.vision.weight": torch.rand(2, 8)})
     report = verify_model(bench.workspace, base_model=base)
     assert report.error is not None and report.exit_code == 4
-    assert report.error["message"] == "x.lora_A.vision.weight has another shape than in the base model"
+    assert report.error["message"] == "x.lora_A.vision.weight does not have its shape in the base model"
     (problem,) = inspect_source(bench.workspace, base_model=base).details["problems"]
     assert problem["message"] == report.error["message"]
 
@@ -110,7 +110,7 @@ def test_what_was_exported_with_a_transform_has_the_names_before_it(bench: Bench
     ("change", "says"),
     [
         ({"more.weight": torch.ones(2)}, "more.weight is in the base model but not in the source"),
-        ({"norm.weight": torch.ones(9)}, "norm.weight has another shape than in the base model"),
+        ({"norm.weight": torch.ones(9)}, "norm.weight does not have its shape in the base model"),
     ],
 )
 def test_another_base_model_than_it_was_exported_with(bench: Bench, change: dict[str, torch.Tensor], says: str) -> None:

@@ -75,7 +75,7 @@ def test_a_gap_is_named() -> None:
 def test_an_overlap_is_named_with_its_ranks() -> None:
     report = check({"w": "[<q: 4 | k: 4/u{4,0}>/~tp] in v"}, {"w": (8,)}, "tp=4", "u=2 rep=2")
     assert (report.exit_code, report.error["index_range"], report.error["rank"]) == (2, "elements 2-2", 1)
-    assert report.error["message"] == "w, elements 2-2: held by ranks 1-2 in different cuts"
+    assert report.error["message"] == "w, elements 2-2: held by ranks 1-2 in contradicting layouts"
 
 
 def test_stages_that_leave_a_layer_to_nobody_are_named() -> None:
@@ -94,7 +94,7 @@ def test_what_no_rule_matches_is_a_problem_and_a_rule_that_matches_nothing_is_sa
     assert report.details["unused_rules"] == ["ghost.*"]
     assert (report.exit_code, report.error["tensor"]) == (2, "down")
     assert '"down" = "[d0, d1]"' in report.error["try"]
-    assert ("unused-rule", "the rule 'ghost.*' decides for no tensor") in report.notes
+    assert ("unused-rule", "the rule 'ghost.*' matches no tensor") in report.notes
     assert check({"up": "[f/tp, h]", "ghost.*": "[h]"}, {"up": (4, 2)}, "tp=2").ok
 
 
@@ -141,7 +141,7 @@ def test_companions_and_aliases() -> None:
 def test_addends_are_said() -> None:
     report = check({"w": "[h, r] sum(tp)"}, {"w": (4, 2)}, "tp=2")
     assert report.ok
-    assert ("addends", "w: the ranks hold addends over tp") in report.notes
+    assert ("addends", "w: the ranks hold partial sums over tp") in report.notes
 
 
 def test_a_map_without_a_mesh_and_a_shape_that_is_none() -> None:

@@ -179,7 +179,7 @@ def test_a_folder_that_is_no_base_model(bench: Bench, files: list[str]) -> None:
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text("{}")
     says = [
-        f"{folder} is no base model: it holds neither",
+        f"{folder} is not a base model: it contains neither",
         "got   " + (Path(files[0]).parts[0] if files else "an empty folder"),
     ]
     bench.refused("UsageError", "--base-model", folder, says=says)
@@ -250,7 +250,7 @@ def test_a_tensor_that_the_base_model_lacks(bench: Bench) -> None:
 def test_a_tensor_of_another_shape(bench: Bench) -> None:
     model = leave(bench.workspace)
     options = base_model(bench, {**model, "up.weight": torch.ones(13, 8)}, CONFIG)
-    says = ["up.weight has another shape than in the base model", "got   [12, 8]", "want  [13, 8], as in"]
+    says = ["up.weight does not have its shape in the base model", "got   [12, 8]", "want  [13, 8], as in"]
     bench.refused("ContradictionError", *options, says=says, tensor="up.weight")
     bench.succeeds(model, *base_model(bench, model, CONFIG))
 

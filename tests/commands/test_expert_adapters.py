@@ -133,7 +133,7 @@ def test_merged_into_a_base_model_in_either_form(tmp_path: Path, form: str) -> N
     assert_close(tmp_path / "out", expected)
     assert report.output is not None and len(report.output["merged"]) == len(expected) - 1
     assert verify_model(tmp_path / "out", against=source, base_model=base).ok
-    with pytest.raises(UsageError, match="holds an adapter alone") as caught:
+    with pytest.raises(UsageError, match="contains only an adapter") as caught:
         verify_model(source, against=tmp_path / "out")
     assert "as base_model=" in (caught.value.next_step or "")
     manifest = json.loads((tmp_path / "out/xrank_manifest.json").read_text())
@@ -163,11 +163,11 @@ def test_shapes_that_leave_two_ways(tmp_path: Path) -> None:
     save_alone(source, target_parameters=["experts.down_proj"])
     save_file(pair, source / "adapter_model.safetensors")
     base = save_base(tmp_path / "base", {f"{EXPERTS}.down_proj": weight}, model_type="toy")
-    with pytest.raises(UsageError, match="does not follow from the shapes") as caught:
+    with pytest.raises(UsageError, match="the shapes do not show") as caught:
         gather_checkpoint(source, tmp_path / "out", base_model=base, adapter="merge")
     assert 'adapter="separate"' in (caught.value.next_step or "")
 
 
 def test_another_rank(tmp_path: Path) -> None:
-    with pytest.raises(ContradictionError, match="another rank than adapter_config"):
+    with pytest.raises(ContradictionError, match="does not have the rank in adapter_config"):
         gather_checkpoint(save_alone(tmp_path / "source", r=4), tmp_path / "out")

@@ -101,7 +101,7 @@ def test_a_configuration_that_lies_about_is_no_adapters(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     state = {f"base_model.model.{name}": torch.ones(shape) for name, shape in LORA.items()}
-    with pytest.raises(UsageError, match="nothing gives the rank and alpha of the model's adapter") as raised:
+    with pytest.raises(UsageError, match="the rank and alpha of the model's adapter are unknown") as raised:
         xrank.export_model(state, tmp_path / "out", adapter=choice)
     assert raised.value.got == "2 tensors of an adapter, and no PeftModel"
     assert raised.value.next_step and "PeftModel" in raised.value.next_step and raised.value.file is None
@@ -146,7 +146,7 @@ def test_arguments_of_wrong_types_are_named(tmp_path: Path) -> None:
         ({"config_overrides": [1]}, "config_overrides= must be a mapping; got a list"),
         ({"dtype": "int4"}, "dtype= must be one of keep, base, bf16, fp16, fp32; got 'int4'"),
         ({"max_shard_size": "5 apples"}, "max_shard_size= must be a size; got '5 apples'"),
-        ({"adapter": "merge"}, "holds no adapter to merge"),
+        ({"adapter": "merge"}, "contains no adapter to merge"),
     ]
     for options, message in [*both, *export_only]:
         with pytest.raises(UsageError, match=re.escape(message)) as raised:
@@ -182,7 +182,7 @@ def test_what_is_said_is_said_in_pythons_words(tmp_path: Path) -> None:
         xrank.export_model(state, tmp_path / "0")
     assert raised.value.next_step == "choose another out=, or add overwrite=True to replace it"
     (tmp_path / "0" / "rank_7_state.pth").touch()
-    with pytest.raises(UsageError, match="holds the states of 1 rank, so overwrite=True does not") as raised:
+    with pytest.raises(UsageError, match="contains the states of 1 rank, so overwrite=True does not") as raised:
         xrank.export_model(state, tmp_path / "0", overwrite=True)
     assert raised.value.file == str(tmp_path / "0" / "rank_7_state.pth")
 

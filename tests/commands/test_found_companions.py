@@ -123,10 +123,10 @@ def test_a_size_that_nothing_says_names_the_folder(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_shown_as_a_problem(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "checkpoint-2000")
     (source / "tokenizer.json").symlink_to("blobs/gone")
-    says = f"{source / 'tokenizer.json'}: is a link to nothing"
+    says = f"{source / 'tokenizer.json'}: is a broken link"
     (problem,) = inspect_source(source).details["problems"]
     assert (problem["type"], problem["message"], problem["exit_code"]) == ("IncompleteError", says, 3)
-    with pytest.raises(IncompleteError, match=r"is a link to nothing"):
+    with pytest.raises(IncompleteError, match=r"is a broken link"):
         gather_checkpoint(source, tmp_path / "out")
 
 

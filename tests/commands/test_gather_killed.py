@@ -225,9 +225,9 @@ def test_one_that_is_under_way_is_named(bench: Bench) -> None:
     model = leave(bench.workspace)
     with open_stage(bench.out, plan_digest="another"):
         says = [
-            "another gather to it is under way (host ",
+            "another gather to it is running (host ",
             f", pid {os.getpid()})",
-            "wait for it, or give this one another",
+            "wait for it, or choose a different",
         ]
         bench.refused("OutputExistsError", says=says, file="model")
     bench.succeeds(model)

@@ -116,7 +116,7 @@ def test_names_and_shapes_are_compared_with_the_base_model(bench: Bench, model: 
     refusal(
         run("verify", bench.workspace, "--base-model", base, "--json"),
         "ContradictionError",
-        says=["model.more.weight is in the base model but not in the source", "name the right base model"],
+        says=["model.more.weight is in the base model but not in the source", "give the right base model"],
     )
     (problem,) = json.loads(run("inspect", bench.workspace, "--base-model", base, "--json").stdout)["problems"]
     assert (problem["tensor"], problem["exit_code"]) == ("model.more.weight", 4)
@@ -134,7 +134,7 @@ def test_layout_check_takes_shapes_of_a_base_model(bench: Bench, model: dict[str
         says=[f"{HEAD}: no layout is recorded", f"add its rule to {file}, or give a base model"],
     )
     ended = run("layout", "check", file, bench.workspace, "--base-model", base, "--json")
-    refusal(ended, "LayoutError", says=[f"{HEAD}: no rule says how it is cut"])
+    refusal(ended, "LayoutError", says=[f"{HEAD}: no rule gives its layout"])
     assert run("layout", "check", layout_file(bench), bench.workspace).exit_code == 0
     ended = run("layout", "check", file, "--base-model", base, "--json")
     refusal(ended, "UsageError", says=["without PATH"])

@@ -134,7 +134,9 @@ def test_a_layout_that_makes_replicas_of_different_parts(bench: Bench, layout: s
     # A wrong file cannot be told from a right one by shapes alone; the replicas it claims are compared.
     leave(bench.workspace, recorded=False)
     options = layout_file(bench, FILE.replace("[v/tp, h]", layout))
-    bench.refused("ContradictionError", *options, says=["embed.weight: rank 1 holds other values than rank 0"], rank=1)
+    bench.refused(
+        "ContradictionError", *options, says=["embed.weight: rank 1 holds different values than rank 0"], rank=1
+    )
 
 
 def test_a_rule_for_what_is_recorded(bench: Bench) -> None:

@@ -45,7 +45,7 @@ def test_an_adapter_is_a_note_that_names_the_choice(bench: Bench) -> None:
     leave_adapted(bench.workspace)
     assert problems_of(bench.workspace) == []
     text = run("inspect", bench.workspace).stdout
-    assert "2 LoRA pairs are kept apart" in text and "--adapter merge writes one model" in text
+    assert "2 LoRA pairs are written separately" in text and "--adapter merge writes one model" in text
 
 
 @pytest.mark.parametrize("source", ["verl", "folder"])
@@ -65,7 +65,7 @@ def test_what_is_in_the_way_of_a_gather(bench: Bench) -> None:
     leave_adapted(bench.workspace)
     write_json(bench.workspace / "lora_train_meta.json", {"r": RANK + 1, "lora_alpha": ALPHA})
     ((kind, code, message),) = problems_of(bench.workspace)
-    assert (kind, code) == ("ContradictionError", 4) and "has another rank" in message
+    assert (kind, code) == ("ContradictionError", 4) and "does not have the rank" in message
 
 
 def test_half_an_adapter_is_told_once(bench: Bench) -> None:
@@ -98,7 +98,7 @@ def test_one_beside_the_model_is_a_note_as_of_a_gather(bench: Bench) -> None:
     report = inspected(bench.workspace)
     assert report["problems"] == []
     (note,) = [note for note in report["notes"] if note["code"] == "adapter-beside"]
-    assert "lora_adapter/adapter_model.safetensors is an adapter's, and is left out" in note["message"]
+    assert "lora_adapter/adapter_model.safetensors belongs to an adapter, and is left out" in note["message"]
     assert note in bench.succeeds(model)["notes"]
 
 

@@ -48,17 +48,17 @@ ASKED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "what the base model has": (
         {"w": ONE},
         {"base_model": "base"},
-        "name the right base model, or give a source that has it too, or leave base_model= out",
+        "give the right base model, or give a source that has it too, or leave base_model= out",
     ),
     "what it has not": (
         {**W, "z": ONE, "q": torch.zeros(3)},
         {"base_model": "base"},
-        "name the right base model, or leave the tensor out of what is given",
+        "give the right base model, or omit the tensor",
     ),
     "a name that is kept": (
         {"__metadata__": ONE},
         {},
-        "let the ranks write it under another name, or leave it out of what is given",
+        "let the ranks write it under a different name, or omit it",
     ),
     "a value too large": ({"w": ONE * 1e6}, {"dtype": "fp16"}, 'use dtype="bf16", or use dtype="keep"'),
     "nothing": ({}, {}, "give a model with tensors"),

@@ -123,7 +123,7 @@ def without(name: str):
         (
             lambda rank, held: {**held, "layers.0.norm": torch.ones(H)} if rank == 1 else held,
             ContradictionError,
-            "layers.0.norm: rank 1 holds other values than rank 0",
+            "layers.0.norm: rank 1 holds different values than rank 0",
         ),
         (
             lambda rank, held: {**held, "tail": torch.ones(6)} if rank == 7 else held,

@@ -154,7 +154,7 @@ def test_replicas_that_differ(bench: Bench) -> None:
 
     rewrite(bench.workspace, 2, drift)
     says = [
-        "embed.weight: rank 2 holds other values than rank 0",
+        "embed.weight: rank 2 holds different values than rank 0",
         "got   2 of 64 elements differ, the first at element [3, 2], by at most 1.5",
         "--replicas pick, which takes the lowest rank's",
     ]
@@ -163,7 +163,7 @@ def test_replicas_that_differ(bench: Bench) -> None:
         index_range="element [3, 2]",
     )  # fmt: skip
     report = bench.succeeds(model, "--replicas", "pick")
-    said = "embed.weight: rank 2 differs in 2 elements; the lowest rank's were taken"
+    said = "embed.weight: rank 2 differs in 2 elements; the lowest rank's were used"
     assert [note["message"] for note in report["notes"] if note["code"] == "replicas-differ"] == [said]
     manifest = json.loads((bench.out / "xrank_manifest.json").read_text())
     assert ["replicas-differ", said] in manifest["notes"]
@@ -182,7 +182,7 @@ def test_replicas_of_integers(bench: Bench) -> None:
     leave(bench.workspace)
     rewrite(bench.workspace, 3, lambda state: state["weight"]["steps"][2].add_(1))
     bench.refused(
-        "ContradictionError", says=["steps: rank 3 holds other values", "1 of 3 elements", "by at most 1"], rank=3
+        "ContradictionError", says=["steps: rank 3 holds different values", "1 of 3 elements", "by at most 1"], rank=3
     )
 
 
@@ -200,7 +200,7 @@ def test_equal_bits_are_asked_for_not_equal_values(bench: Bench) -> None:
 
 
 def test_an_overlap(bench: Bench) -> None:
-    # Two meshes that each hold the whole, cut differently: which copy is meant cannot be told.
+    # Two meshes that each hold the whole, in different parts: which copy is meant cannot be told.
     whole = torch.arange(16.0).reshape(4, 4)
     both = ((("x",), (2,), (0, 1)), (("y",), (2,), (2, 3)))
 
@@ -232,7 +232,7 @@ def test_a_hole(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as blind:
         blind.setattr(placement, "check_meshes", lambda name, placed: None)
         says = [
-            "up.weight, rows 6-8: no rank left these elements",
+            "up.weight, rows 6-8: no rank wrote these elements",
             "got   pieces of ranks 0, 2-3",
             "want  every element exactly once",
         ]
@@ -295,7 +295,7 @@ def test_names_that_are_unusual(bench: Bench, name: str) -> None:
 
 def test_a_name_that_safetensors_keeps_for_itself(bench: Bench) -> None:
     leave_plain(bench.workspace, 0, {"__metadata__": torch.ones(4)})
-    bench.refused("UsageError", says=["__metadata__: safetensors keeps this name for itself"], tensor="__metadata__")
+    bench.refused("UsageError", says=["__metadata__: safetensors reserves this name"], tensor="__metadata__")
 
 
 def test_every_error_of_a_tensor_names_the_others_too(bench: Bench) -> None:

@@ -317,9 +317,9 @@ def test_a_layout_in_a_view_is_recorded_on_it(bench: Bench) -> None:
     mixed = LayoutMap(mesh)
     mixed["norm.weight|steps"] = TensorLayout.parse("[n/~x] where r=0 in two", mesh, {"two": view})
     mixed["embed.*|up.*|down.*"] = TensorLayout.parse("[n, m]", mesh)
-    assert "left to no rank by the new layout" in refused(bench, LayoutError, mixed).message
+    assert "given to no rank by the new layout" in refused(bench, LayoutError, mixed).message
     sums = told({**ELSEWHERE, "steps": "[n] sum(x)"})
-    assert "addends" in refused(bench, LayoutError, sums).message
+    assert "partial sums" in refused(bench, LayoutError, sums).message
 
 
 def test_neither_torch_nor_more_memory_than_said(bench: Bench) -> None:
@@ -462,7 +462,7 @@ def test_a_layout_without_a_mesh(bench: Bench) -> None:
 
 def test_layouts_that_leave_out_or_give_twice(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(bench.workspace)
-    for length, start, says in ((10, 6, "left to no rank"), (10, 5, "given to ranks 0-1 in different cuts")):
+    for length, start, says in ((10, 6, "given to no rank"), (10, 5, "given to ranks 0-1 in contradicting layouts")):
 
         def crooked(
             layout: Any, mesh: Any, coordinate: Any, shape: Any, *, sizes: Any, n: int = length, at: int = start

@@ -237,7 +237,7 @@ def test_a_missing_expert_is_refused_by_name_and_so_is_the_advice_to_keep_names(
     state = tensors_of(tmp_path / "saved")
     (lost,) = [name for name in state if name.endswith("layers.1.block_sparse_moe.experts.1.w1.weight")]
     save_file({n: t for n, t in state.items() if n != lost}, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LayoutError, match="of such tensors some are missing") as raised:
+    with pytest.raises(LayoutError, match="some of these tensors are missing") as raised:
         xrank.load_model(module, tmp_path / "saved")
     assert raised.value.tensor == "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     assert raised.value.file == str(tmp_path / "saved")

@@ -97,7 +97,7 @@ def test_the_base_models_dtypes(bench: Bench) -> None:
     assert config_in(bench) == {"dtype": "float16"}
     shutil.rmtree(bench.out)
     says = [
-        "the base model does not have embed.weight, whose type is wanted",
+        "the base model does not have embed.weight, so its type is unknown",
         "give --base-model a folder with weights",
     ]
     bench.refused("UsageError", "--dtype", "base", says=says, tensor="embed.weight")
@@ -174,7 +174,7 @@ def test_scales_of_payloads_keep_their_type(tmp_path: Path, kind: str, config: d
     for dtype, want in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         report = gather_checkpoint(source, tmp_path / dtype, dtype=dtype)
         assert_holds(tmp_path / dtype, {**payload, **scales, **cast(rest, want)})
-        assert any(code == "not-cast" and "scales of quantised payloads" in text for code, text in report.notes)
+        assert any(code == "not-cast" and "scales of quantized values" in text for code, text in report.notes)
 
 
 @pytest.mark.parametrize("config", [{"model_type": "own"}, {"model_type": "llama"}])

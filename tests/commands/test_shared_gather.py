@@ -134,7 +134,7 @@ def test_casts_exclusions_and_replicas_that_were_picked(ranks: ForkedRanks, tmp_
     assert content(out) == content(tmp_path / "alone")
     refused = ranks("gather", source, "--out", tmp_path / "refused", "--json", num_ranks=3, **SMALL)
     assert sorted(rank.exit_code for rank in refused) in ([1, 1, 4], [1, 4, 4], [4, 4, 4])
-    assert any("holds other values than rank" in rank.stderr for rank in refused)
+    assert any("holds different values than rank" in rank.stderr for rank in refused)
     assert not (tmp_path / "refused").exists() and not beside(out)
 
 
@@ -183,7 +183,7 @@ def test_without_a_place_to_meet_it_says_what_to_set(source: Path, tmp_path: Pat
     )
     options = ["--distributed"] if launcher == "bare" else []
     ended = run("gather", source, "--out", tmp_path / "model", *options, environ=marks)
-    assert "have no place to meet at" in refused_usage(ended)
+    assert "have no address to connect through" in refused_usage(ended)
     assert "MASTER_ADDR" in ended.stderr and "MASTER_PORT" in ended.stderr and "torchrun" in ended.stderr
 
 
@@ -245,7 +245,7 @@ def test_a_rank_that_sees_another_source_is_named(ranks: ForkedRanks, source: Pa
     error = json.loads(ended[0].stdout)["error"]
     assert (error["type"], error["rank"]) == ("ContradictionError", 2)
     for rank in ended[1:]:
-        assert rank.exit_code == 4 and "ContradictionError: rank 2 plans another output" in rank.stderr
+        assert rank.exit_code == 4 and "ContradictionError: rank 2 plans a different output" in rank.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -79,7 +79,7 @@ def test_a_plan_that_the_first_has_not_sent_is_refused(source: Path, tmp_path: P
 
 
 def test_a_rank_with_other_arguments_is_named_before_anything_is_planned(tmp_path: Path) -> None:
-    with pytest.raises(ContradictionError, match="rank 1 plans another output than rank 0"):
+    with pytest.raises(ContradictionError, match="rank 1 plans a different output than rank 0"):
         plan_together(Two(0, asked=["other"]), {"dtype": "keep"}, str(tmp_path / "model"), GatherOptions(), refuse)
 
 

@@ -126,7 +126,7 @@ def change_statement(model: Path) -> None:
     [
         (lambda model: flip(next(model.glob("model-00001*")), 3_000_000), 4, "big (model-00001-of"),
         (lambda model: flip(model / "config.json", 3), 4, "config.json"),
-        (drop_file, 3, "config.json is signed and not in"),
+        (drop_file, 3, "config.json is signed but not in"),
         (add_file, 4, "extra.bin is in"),
         (break_bundle, 4, "is not a signature by a key"),
         (change_statement, 4, "not a valid signature"),

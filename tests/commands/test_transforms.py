@@ -262,18 +262,18 @@ REFUSED = {
     "looks at values": (lambda n, t: {n: t / t.max().item()}, r"its outputs for a: called with a tensor on the meta"),
     "is no dict": (lambda n, t: t, "returned Tensor"),
     "holds no tensor": (lambda n, t: {n: None}, "returned NoneType under 'a'"),
-    "has no such type": (lambda n, t: {n: t.to(torch.complex128)}, "complex128, which no safetensors file holds"),
-    "gives a name that is none": (lambda n, t: {"a\n": t}, "which is no name"),
+    "has no such type": (lambda n, t: {n: t.to(torch.complex128)}, "complex128, which safetensors does not support"),
+    "gives a name that is none": (lambda n, t: {"a\n": t}, "which is not a name"),
     "keeps metadata": (lambda n, t: {"__metadata__": t}, "keeps for itself"),
     "gives one name twice": (lambda n, t: {"x": t + 1}, "x: two tensors would have this name"),
     "takes a name": (lambda n, t: {n: t} if n == "b" else {"b": t + 1}, "b: two tensors would have this name"),
-    "gives another dtype": (other_when_real, "transform of a makes another a than it said"),
+    "gives another dtype": (other_when_real, "transform of a returns a different a than for meta tensors"),
     "gives what was freed": (without_memory, "transform of a returned a tensor whose storage was freed under 'a'"),
     "gives a shape alone": (when_real(Wrapped), "transform of a returned a Wrapped without memory under 'a'"),
     "gives no values": (lambda n, t: {n: (t + 1).to("meta")}, "returned a tensor that is a meta tensor under 'a'"),
     "gives a nested one": (when_real(lambda t: torch.nested.as_nested_tensor([t])), "that is a nested tensor under"),
     "gives a sparse one": (when_real(torch.Tensor.to_sparse), "that is of layout torch.sparse_coo under 'a'"),
-    "gives more": (more_when_real, "transform of a makes another more than it said"),
+    "gives more": (more_when_real, "transform of a returns a different more than for meta tensors"),
 }
 
 
@@ -292,7 +292,7 @@ def test_it_is_refused_by_name(tmp_path: Path, what: str) -> None:
 def test_what_it_said_and_what_it_makes_stand_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as raised:
         xrank.export_model({"a": torch.ones(3)}, tmp_path / "out", transform=other_when_real)
-    assert (raised.value.got, raised.value.want) == ("a, F64 [3]", "a, F16 [3], as of a tensor on the meta device")
+    assert (raised.value.got, raised.value.want) == ("a, F64 [3]", "a, F16 [3], as for a tensor on the meta device")
 
 
 def iterated(transform: Any) -> None:

@@ -78,7 +78,7 @@ class TestSeparate:
         assert report["proof"] == {"against": str(bench.workspace), "num_adapter_tensors": 4, "num_checksums": 36}
         assert report["plan"]["num_tensors"] == len(model) + len(lora)
         assert report["plan"]["nbytes"] == sum(tensor.nbytes for tensor in (*model.values(), *lora.values()))
-        assert report["notes"]["adapter"] == "4 of the tensors compared are an adapter's"
+        assert report["notes"]["adapter"] == "4 of the compared tensors belong to an adapter"
         assert "adapter-beside" not in report["notes"]
         assert "every value as in" in run("verify", out, "--against", bench.workspace).stdout
 
@@ -113,10 +113,10 @@ class TestSeparate:
         out = gathered(bench, "separate")
         shutil.rmtree(out / "adapter")
         for pair in ((out, bench.workspace), (bench.workspace, out), (out, out)):
-            says = [f"{WEIGHTS} is in the manifest and not in"]
+            says = [f"{WEIGHTS} is in the manifest but not in"]
             refusal(verify(*pair), "IncompleteError", says=says, file="adapter_model.safetensors")
         (out / "xrank_manifest.json").unlink()  # then nothing says that there was one: it must have been merged
-        bad(out, bench.workspace, "is not what merging the adapter in", tensor=f"{ATTENTION}.weight")
+        bad(out, bench.workspace, "differs from the merge of the adapter in", tensor=f"{ATTENTION}.weight")
 
     @pytest.mark.parametrize("change", ["less", "more"])
     def test_a_tensor_too_few_or_many(self, bench: Bench, change: str) -> None:
@@ -131,14 +131,14 @@ class TestSeparate:
                 del tensors[name]
         save_file(tensors, out / WEIGHTS)
         ended = verify(out, bench.workspace)
-        assert ended.exit_code == 4 and " alone" in ended.stderr, ended.stderr
+        assert ended.exit_code == 4 and "is only in" in ended.stderr, ended.stderr
 
     def test_another_alpha(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
         out = gathered(bench, "separate")
         config = json.loads((out / "adapter/adapter_config.json").read_text())
         write_json(out / "adapter/adapter_config.json", {**config, "lora_alpha": 2 * ALPHA})
-        says = [f"{ATTENTION}: its adapter is scaled otherwise"]
+        says = [f"{ATTENTION}: the scale of its adapter differs"]
         error = refusal(verify(out, bench.workspace), "ContradictionError", says=says, tensor=SAVED_A)
         assert error["got"].startswith("5, as ") and error["want"].startswith("2.5, as ")
 
@@ -147,11 +147,11 @@ class TestSeparate:
         config = (bench.workspace / META).rename(bench.folder / "config.json")
         out = gathered(bench, "separate", adapter_config=config)
         notes = good(out, bench.workspace)["notes"]
-        assert notes["adapter-config"].startswith("rank and alpha were not compared: no file states the rank")
+        assert notes["adapter-config"].startswith("rank and alpha were not compared: no file contains the rank")
         assert "adapter-config" not in good(out, bench.workspace, "--adapter-config", config)["notes"]
         other = write_json(bench.folder / "other.json", {"r": RANK, "lora_alpha": 1})
         ended = verify(out, bench.workspace, "--adapter-config", other)
-        refusal(ended, "ContradictionError", says=["its adapter is scaled otherwise", "other.json says"])
+        refusal(ended, "ContradictionError", says=["the scale of its adapter differs", "other.json says"])
         ended = verify(out, bench.workspace, "--adapter-config", bench.folder / "none.json")
         refusal(ended, "UsageError", says=["cannot be read"])
 
@@ -211,7 +211,9 @@ class TestSeparate:
         (bench.workspace / "adapter").mkdir()
         save_file(saved_names(adapter()), bench.workspace / WEIGHTS)
         notes = good(bench.out, bench.workspace)["notes"]
-        assert notes["adapter-beside"].startswith(f"{bench.workspace}: {WEIGHTS} is an adapter's, and is left out")
+        assert notes["adapter-beside"].startswith(
+            f"{bench.workspace}: {WEIGHTS} belongs to an adapter, and is left out"
+        )
 
 
 class TestMerge:
@@ -231,7 +233,7 @@ class TestMerge:
         out = gathered(bench, "merge")
         edit(out / "model.safetensors", name, lambda tensor: tensor.view(torch.uint8).view(-1)[-2].bitwise_xor_(1))
         is_merged = name in (f"{ATTENTION}.weight", f"{DOWN}.weight")
-        says = f"{name} in {out} is not what merging the adapter in" if is_merged else f"{name} differs between"
+        says = f"{name} in {out} differs from the merge of the adapter in" if is_merged else f"{name} differs between"
         error = bad(out, bench.workspace, says, tensor=name)
         assert error["got"].startswith("1 of ") and Path(error["file"]).parent in (out, bench.workspace)
 
@@ -243,7 +245,7 @@ class TestMerge:
         lora = adapter()
         lora[f"{module}.lora_{half}.default.weight"][-1, -1] += 1
         leave_adapted(bench.workspace, None, lora)
-        bad(out, bench.workspace, "is not what merging", tensor=f"{module}.weight")
+        bad(out, bench.workspace, "differs from the merge", tensor=f"{module}.weight")
 
     def test_where_in_a_tensor_of_many_windows(self, bench: Bench) -> None:
         made = torch.Generator().manual_seed(2)
@@ -258,7 +260,7 @@ class TestMerge:
         edit(out / "model.safetensors", "up.weight", lambda tensor: tensor[2900:, 7].fill_(torch.nan))
         for options in ((), few):
             ended = verify(out, bench.workspace, *options)
-            error = refusal(ended, "ContradictionError", says=["is not what merging"], tensor="up.weight")
+            error = refusal(ended, "ContradictionError", says=["differs from the merge"], tensor="up.weight")
             assert error["index_range"] == "element [2900, 7]"
             assert error["got"].startswith("101 of 3,001,000 elements differ, the first at element [2900, 7]")
             assert error["got"].endswith("101 of them by NaN")
@@ -267,7 +269,7 @@ class TestMerge:
         leave_adapted(bench.workspace)
         out = gathered(bench, "merge")
         write_json(bench.workspace / META, {"r": RANK, "lora_alpha": 2 * ALPHA})
-        error = bad(out, bench.workspace, "is not what merging", tensor=f"{ATTENTION}.weight")
+        error = bad(out, bench.workspace, "differs from the merge", tensor=f"{ATTENTION}.weight")
         assert "xrank_manifest.json says W + 2.5 * (" in error["got"] and error["want"].startswith("W + 5.0 * (")
         assert "--adapter-config" in error["try"]
 
@@ -275,7 +277,7 @@ class TestMerge:
         leave_adapted(bench.workspace)
         config = (bench.workspace / META).rename(bench.folder / "config.json")
         out = gathered(bench, "merge", adapter_config=config)
-        says = ["the merge of the adapter in", "cannot be computed: no file states the rank", "--adapter-config"]
+        says = ["the merge of the adapter in", "cannot be computed: no file contains the rank", "--adapter-config"]
         refusal(verify(out, bench.workspace), "UsageError", says=says)
         good(out, bench.workspace, "--adapter-config", config)
 
@@ -283,7 +285,7 @@ class TestMerge:
         model, _ = leave_adapted(bench.workspace)
         bench.out.mkdir()
         save_file(model, bench.out / "model.safetensors")
-        bad(bench.out, bench.workspace, "is not what merging", tensor=f"{ATTENTION}.weight")
+        bad(bench.out, bench.workspace, "differs from the merge", tensor=f"{ATTENTION}.weight")
 
     def test_what_no_gather_merges_is_refused_by_name(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
@@ -298,7 +300,7 @@ class TestMerge:
         apart, merge = gathered(bench, "separate"), gathered(bench, "merge")
         assert good(apart, merge)["proof"]["num_merged"] == 2
         edit(merge / "model.safetensors", f"{DOWN}.weight", lambda tensor: tensor.neg_())
-        bad(apart, merge, "is not what merging", tensor=f"{DOWN}.weight")
+        bad(apart, merge, "differs from the merge", tensor=f"{DOWN}.weight")
 
     def test_what_was_trained_whole_is_the_models(self, bench: Bench) -> None:
         state = wrapped(base_model(), adapter())
@@ -321,7 +323,7 @@ class TestMerge:
         out = gathered(bench, "merge")
         rewrite(bench.workspace, 2, lambda state: state["weight"][LORA_A].mul_(2))
         for pair in ((out, bench.workspace), (bench.workspace, out)):
-            says = [f"{LORA_A}: rank 2 holds other values than rank 0"]
+            says = [f"{LORA_A}: rank 2 holds different values than rank 0"]
             refusal(verify(*pair), "ContradictionError", says=says, rank=2, tensor=LORA_A)
         leave_adapted(bench.workspace)
         part = lora[LORA_A.removeprefix(P)]
@@ -337,7 +339,7 @@ def test_a_merged_checkpoint_that_disagrees_with_itself(bench: Bench) -> None:
     leave(other, merged(model, lora), layouts=BASE)
     good(other, bench.workspace)
     rewrite(other, 2, lambda state: state["weight"][name].mul_(2))  # a replica of rank 0's
-    bad(other, bench.workspace, f"{name}: rank 2 holds other values than rank 0", tensor=name)
+    bad(other, bench.workspace, f"{name}: rank 2 holds different values than rank 0", tensor=name)
 
 
 def test_names_of_the_model_itself_are_no_adapter(bench: Bench) -> None:

@@ -74,9 +74,9 @@ class TestTied:
             ended = verify(one, two)
             assert ended.exit_code == 0, (one.name, two.name, ended.stderr)
             assert json.loads(ended.stdout)["plan"]["num_tensors"] == 2, (one.name, two.name)
-        said = f"{HEAD} is in {shared} alone, and is {EMBEDDING} there, with which it was compared"
+        said = f"{HEAD} is only in {shared}, where it is tied to {EMBEDDING}, with which it was compared"
         assert good(transformers, shared)["notes"]["tied"] == said
-        said = f"{HEAD} is in {bench.workspace} alone, and is {EMBEDDING} there, with which it was compared"
+        said = f"{HEAD} is only in {bench.workspace}, where it is tied to {EMBEDDING}, with which it was compared"
         assert good(transformers, bench.workspace)["notes"]["tied"] == said
         assert "tied" not in good(shared, bench.workspace)["notes"]
 
@@ -85,7 +85,7 @@ class TestTied:
         model[HEAD] = model[EMBEDDING].clone()
         model[HEAD][3, 5] += 0.5
         leave(bench.workspace, model, layouts=LAYOUTS, config=TIED)
-        alone = f"{HEAD} is in {bench.workspace} alone, and is not {EMBEDDING} there"
+        alone = f"{HEAD} is only in {bench.workspace}, where it differs from {EMBEDDING}"
         error = bad(transformers, bench.workspace, alone, tensor=HEAD)
         assert error["got"] == "1 of 64 elements differ, the first at element [3, 5], by at most 0.5"
         gather_checkpoint(transformers, bench.out)
@@ -103,7 +103,7 @@ class TestTied:
         model[HEAD] = model[EMBEDDING].clone()
         leave(bench.workspace, model, layouts=LAYOUTS)
         transformers = self.saved(bench.folder / "transformers", model, CONFIG)
-        bad(transformers, bench.workspace, f"{HEAD} is in {bench.workspace} alone", tensor=HEAD)
+        bad(transformers, bench.workspace, f"{HEAD} is only in {bench.workspace}", tensor=HEAD)
 
     def test_cast_besides(self, bench: Bench, model: dict[str, torch.Tensor]) -> None:
         shared = self.binary(bench.folder / "shared", model)
@@ -117,7 +117,7 @@ class TestTied:
         model[HEAD] = model[EMBEDDING].clone()
         model[HEAD][0, 0] = 9
         leave(bench.workspace, model, layouts=LAYOUTS, config=TIED)
-        bad(bench.folder / "transformers.bf16", bench.workspace, "alone, and is not", tensor=HEAD)
+        bad(bench.folder / "transformers.bf16", bench.workspace, "where it differs from", tensor=HEAD)
         bad(bench.folder / "shared.bf16", bench.workspace, f"{HEAD} differs between", tensor=HEAD)
 
 
@@ -128,7 +128,7 @@ class TestRecorded:
         report = good(bench.out, bench.workspace)
         assert report["plan"]["num_tensors"] == 5
         manifest = bench.out / "xrank_manifest.json"
-        assert report["notes"]["cast"] == f"2 tensors were compared after the cast F32 -> BF16 that {manifest} says"
+        assert report["notes"]["cast"] == f"2 tensors were compared after the cast F32 -> BF16, as {manifest} says"
         held = load_file(bench.out / "model.safetensors")
         held["embed.weight"].view(torch.int16)[7, 2] ^= 1  # the last bit of a bfloat16
         save_file(held, bench.out / "model.safetensors")
@@ -144,10 +144,10 @@ class TestRecorded:
         leave(bench.workspace)
         gather_checkpoint(bench.workspace, bench.out, dtype="bf16")
         (bench.out / "xrank_manifest.json").unlink()
-        bad(bench.out, bench.workspace, "differs in kind", tensor="embed.weight")
+        bad(bench.out, bench.workspace, "differs in type or shape", tensor="embed.weight")
         gather_checkpoint(bench.workspace, bench.out, dtype="bf16", overwrite=True)
         gather_checkpoint(bench.workspace, bench.folder / "halves", dtype="fp16")
-        bad(bench.out, bench.folder / "halves", "differs in kind", tensor="embed.weight")
+        bad(bench.out, bench.folder / "halves", "differs in type or shape", tensor="embed.weight")
 
     def test_what_was_left_out_is_not_compared(self, bench: Bench) -> None:
         leave(bench.workspace)
@@ -159,4 +159,4 @@ class TestRecorded:
         held = load_file(bench.out / "model.safetensors")
         del held["up.weight"]
         save_file(held, bench.out / "model.safetensors")
-        bad(bench.out, bench.workspace, f"up.weight is in {bench.workspace} alone", tensor="up.weight")
+        bad(bench.out, bench.workspace, f"up.weight is only in {bench.workspace}", tensor="up.weight")

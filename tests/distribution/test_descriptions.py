@@ -126,7 +126,7 @@ def test_rules_are_checked_in_a_description():
     torch.manual_seed(0)
     for one, other in zip(model.parameters(), Perceptron().parameters(), strict=True):
         assert type(one) is nn.Parameter and one.equal(other)
-    with pytest.raises(LayoutError, match="is used for no parameter"), describe({"x": ("model",)}).scope():
+    with pytest.raises(LayoutError, match="matches no parameter"), describe({"x": ("model",)}).scope():
         Perceptron()
     with pytest.raises(LayoutError, match="does not divide by 4"), describe({"weight": ("model",)}).scope():
         nn.Linear(4, 6)
@@ -137,11 +137,11 @@ def test_rules_are_checked_in_a_description():
 def test_set_distribution_lays_out_at_the_first_use_or_at_its_end():
     set_distribution(describe({"x": ("model",)}))
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(LayoutError, match="is used for no parameter"):
+    with pytest.raises(LayoutError, match="matches no parameter"):
         model(torch.ones(1, 2))
     set_distribution(describe({"x": ("model",)}))
     nn.Linear(2, 2)
-    with pytest.raises(LayoutError, match="is used for no parameter"):
+    with pytest.raises(LayoutError, match="matches no parameter"):
         set_distribution(None)
     assert distribution() is None
 

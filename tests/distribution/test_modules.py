@@ -413,7 +413,7 @@ def test_losses_inside_a_model_are_means_of_the_whole_batch():
 @pytest.mark.ranks(2)
 def test_a_rule_that_decides_for_nothing_is_refused():
     distribution = model_parallel((1, 2), {**PERCEPTRON_RULES, "dense.*kernel": (None, "model")})
-    message = r"'dense.\*kernel' of the LayoutMap is used for no parameter"
+    message = r"'dense.\*kernel' of the LayoutMap matches no parameter"
     with pytest.raises(LayoutError, match=message), distribution.scope():
         Perceptron()
     assert current_distribution() is None
@@ -520,7 +520,7 @@ def test_parameters_that_cannot_be_laid_out_are_named():
         distribution.distribute_module(model)
     laid_out = distribution.distribute_module(nn.Linear(4, 4))
     assert distribution.distribute_module(laid_out) is laid_out
-    with pytest.raises(LayoutError, match="weight already has another layout"):
+    with pytest.raises(LayoutError, match="weight already has a different layout"):
         model_parallel((1, 2), {"weight": (None, "model")}).distribute_module(laid_out)
 
 

@@ -129,7 +129,7 @@ def test_a_change_of_a_saved_activation_is_refused():
 @pytest.mark.ranks(2)
 def test_embeddings_that_need_the_whole_batch_are_refused():
     model = model_parallel((1, 2), {"weight": ("model",)}).distribute_module(nn.Embedding(6, 4, max_norm=1.0))
-    with pytest.raises(UsageError, match="weight cannot be laid out with max_norm"):
+    with pytest.raises(UsageError, match="weight cannot be sharded with max_norm"):
         model(torch.tensor([[1, 2]]))
 
 

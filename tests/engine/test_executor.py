@@ -281,7 +281,7 @@ def test_replicas_that_differ_end_the_execution(small_windows, has_checksum):
     with pytest.raises(ContradictionError) as caught:
         run(made)
     error = caught.value
-    assert str(error) == "a: rank 4 holds other values than rank 0"
+    assert str(error) == "a: rank 4 holds different values than rank 0"
     assert (error.tensor, error.rank, error.index_range) == ("a", 4, "element [11, 5]")
     assert error.got.startswith("1 of 3,000 elements differ, the first at element [11, 5]")
 

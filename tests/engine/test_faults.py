@@ -54,7 +54,7 @@ def test_a_difference_says_how_many_where_and_by_how_much(monkeypatch, chunk_nby
     change(made, 3, ours)
     error = difference_of(made, 3)
     assert type(error) is ContradictionError
-    assert str(error) == "a: rank 3 holds other values than rank 1"
+    assert str(error) == "a: rank 3 holds different values than rank 1"
     assert (error.tensor, error.rank, error.file, error.index_range) == ("a", 3, "memory", "element [1, 5]")
     assert error.got == "3 of 12 elements differ, the first at element [1, 5], by at most 8, 1 of them by NaN"
     assert error.want == "equal replicas"

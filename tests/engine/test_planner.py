@@ -83,7 +83,7 @@ def test_a_gap_names_its_rows_and_who_was_there(tmp_path):
     with pytest.raises(IncompleteError) as caught:
         divided(tmp_path, [(0, ROWS[0]), (1, ROWS[0]), (3, ROWS[3])])
     error = caught.value
-    assert str(error) == "a, rows 1-2: no rank left these elements"
+    assert str(error) == "a, rows 1-2: no rank wrote these elements"
     assert (error.tensor, error.index_range, error.got) == ("a", "rows 1-2", "pieces of ranks 0-1, 3")
 
 
@@ -107,7 +107,7 @@ def test_an_overlap_names_ranks_and_files(tmp_path):
     with pytest.raises(ContradictionError) as caught:
         divided(tmp_path, [(i, row) for i, row in enumerate(ROWS)] + [(9, half)])
     error = caught.value
-    assert str(error) == "a, from element [1, 0] on: held twice, by ranks 1, 9, cut differently"
+    assert str(error) == "a, from element [1, 0] on: held twice, by ranks 1, 9, in different parts"
     assert (error.tensor, error.rank, error.file) == ("a", 9, str(tmp_path / "rank_9"))
     assert error.got == f"rank 1 in {tmp_path / 'rank_1'}, rank 9 in {tmp_path / 'rank_9'}"
     assert error.index_range == "element [1, 0]"
@@ -170,7 +170,7 @@ def test_tied_tensors_must_be_of_one_kind(kinds):
 def test_tied_tensors_are_proven_too():
     made = tied_model()
     made.add("c", "F32", (4, 3), np.frombuffer(made.whole["a"], np.uint8), [(0, [ROWS[0]])])
-    with pytest.raises(IncompleteError, match=r"c, rows 1-3: no rank left these elements"):
+    with pytest.raises(IncompleteError, match=r"c, rows 1-3: no rank wrote these elements"):
         plan_of(made, outputs_of(made)[:1], a=["c"])
 
 

@@ -133,7 +133,7 @@ def _stop_gather(gathers: Gathers, act: tuple[int, str, int], overwrite: bool, f
         assert one.exit_code in (0, 1, 2) or (rank == act[0] and one.exit_code == -9), (
             f"exit {one.exit_code}: {one.stderr}"
         )
-        assert "Traceback" not in one.stderr and "a fault of xrank" not in one.stderr, one.stderr
+        assert "Traceback" not in one.stderr and "a bug in xrank" not in one.stderr, one.stderr
     again = gathers(*options)
     assert not any(one.exit_code for one in again), f"the next run fails: {[one.stderr for one in again]}"
     assert gathers.content() == gathers.known, "the next run makes another output"

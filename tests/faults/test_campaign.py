@@ -86,7 +86,7 @@ def test_counts_in_config_that_no_model_has(name: str, key: str, number: int) ->
     assert prove_family(names, config)
     wrong = {**config, key: number}
     for work in (lambda: prove_family(names, wrong), lambda: follow_recipe(replace(model, args={}), recipe, wrong)):
-        with pytest.raises(ContradictionError, match="would stand for more tensors than any model has"):
+        with pytest.raises(ContradictionError, match="would match more tensors than any model has"):
             work()
 
 
@@ -142,7 +142,7 @@ def test_an_exception_of_no_input_is_one_line_and_a_report(bench: Bench, monkeyp
 
     leave(bench.workspace)
     monkeypatch.setattr(gather, "plan_gather", lambda *_, **__: 1 / 0)
-    error = bench.refused("XrankError", says=["this is a fault of xrank", "ZeroDivisionError: division by zero"])
+    error = bench.refused("XrankError", says=["this is a bug in xrank", "ZeroDivisionError: division by zero"])
     assert error["try"] == "run again with -v, and report the traceback"
     assert "Traceback" in run("gather", "--workspace", bench.workspace, "-o", bench.out, "-v").stderr
 
@@ -164,7 +164,11 @@ def test_a_disk_without_room_for_the_last_rename(
 
     with monkeypatch.context() as disk:
         disk.setattr(disk_calls, "renameat2", full)
-        refusal(bench.gather(*options), "NoSpaceError", says=["bytes free", "goes on from the files", str(bench.out)])
+        refusal(
+            bench.gather(*options),
+            "NoSpaceError",
+            says=["bytes free", "resumes from the finished files", str(bench.out)],
+        )
     assert not bench.out.exists() or os.listdir(bench.out) == ["config.json"]
     report = bench.succeeds(model, *options)
     assert report["output"]["resumed_nbytes"] > 0
@@ -246,7 +250,7 @@ def test_bombs_take_little_time_and_memory(tmp_path: Path, name: str) -> None:
     [
         # Whether the windows or the buffer is refused depends on what Python's heap has left.
         (2 << 20, (r"not enough memory for a worker's (windows|buffer)\n", r"want  (1,048,576|2,097,152) bytes\n")),
-        (8 << 20, ("the system starts no more threads", "a thread for each of the --workers")),
+        (8 << 20, ("the system cannot start more threads", "a thread for each of the --workers")),
     ],
 )
 def test_a_lack_of_memory_says_what_wanted_how_much(tmp_path: Path, added_nbytes: int, says: tuple[str, str]) -> None:

@@ -189,7 +189,7 @@ def state_file(folder: Path, value: object) -> str:
 )
 def test_what_is_no_state_is_corrupt(tmp_path: Path, value: object, got: str) -> None:
     file = state_file(tmp_path, value)
-    with pytest.raises(CorruptError, match="the state of rank 1 is not what was written") as caught:
+    with pytest.raises(CorruptError, match="the state of rank 1 differs from what was written") as caught:
         read_saved_state(file, 1)
     assert (caught.value.rank, caught.value.file, caught.value.got) == (1, file, got)
 

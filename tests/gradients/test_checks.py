@@ -88,7 +88,7 @@ def test_replicas_that_differ_are_named_with_their_ranks_and_by_how_much(rank: i
     assert first.difference == pytest.approx(0.5, rel=1e-6)
     assert str(first) == (
         "dense: on ranks 1, 3 copies along dp are not equal, by up to 0.5 at element 7 of those that are compared: "
-        "each rank has another value"
+        "each rank has a different value"
     )
     with pytest.raises(GradientError, match="dense: on ranks 1, 3") as caught:
         check.raise_if_wrong()
@@ -123,7 +123,7 @@ _CASES = [
     ("dense", 3.0, "3 times", "tp"),
     ("dense", 6.0, "6 times", "dp x tp"),
     ("expert", 2.0, "2 times", "ep"),
-    ("dense", 1.7, "1.7 times", "not a length of an axis"),
+    ("dense", 1.7, "1.7 times", "not the length of an axis"),
 ]
 
 
@@ -162,7 +162,7 @@ def test_a_quotient_and_a_factor_of_all_gradients_are_named_once() -> None:
         (3 / 2, experts, "all gradients of experts", "1.5 times that of one process, which is edp/dp"),
         (2.0, experts, "all gradients of experts", "as many as ranks along ep:"),
         (0.5, ("norm", *experts), "all gradients", "1/2 of that of one process, as many as ranks along dp:"),
-        (5.0, ("norm", *experts), "all gradients", "see numbers of micro-batches and of tokens"),
+        (5.0, ("norm", *experts), "all gradients", "check the numbers of micro-batches and tokens"),
     ):
         own = {name: one * (factor if name in names else 1) for name, one in reference.items()}
         (finding,) = check_gradients(own, plan, reference=reference, wire=RecordingWire()).findings

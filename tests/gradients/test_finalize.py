@@ -235,7 +235,7 @@ def test_all_ranks_raise_for_missing_or_surplus_token_counts(rank: int) -> None:
         )
         assert (
             str(error)
-            == f"rank {missing} gives no num_tokens, by which calculate_per_token_loss=True divides its gradients"
+            == f"rank {missing} gives no num_tokens, but calculate_per_token_loss=True divides gradients by it"
         )
     for wrong in (-1, float("nan"), [3], 1j, 10**400, torch.tensor([])):
         fill(ddp, 1.0)

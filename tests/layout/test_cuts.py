@@ -40,10 +40,10 @@ def test_equal_pieces_are_told_where_they_can_be_said():
     for text in ("[2 f/tp]", "[<gate: f/tp | up: f/tp>]"):
         layout = TensorLayout.parse(text)
         assert list(cuts_of(layout, "placements", packed=True)) == in_two
-        with pytest.raises(LayoutError, match="is not one size"):
+        with pytest.raises(LayoutError, match="is not a single size"):
             cuts_of(layout, "PartitionSpecs")
     for text in ("[g f/tp]", "[<gate: f/tp | up: g/tp>]", "[2 f/tp g]", "[(2 f)/tp]", "[0 f/tp]"):
-        with pytest.raises(LayoutError, match="is not one size"):
+        with pytest.raises(LayoutError, match="is not a single size"):
             cuts_of(TensorLayout.parse(text), "placements", packed=True)
 
 
@@ -51,7 +51,7 @@ def test_an_unknown_node_is_refused_with_its_text(monkeypatch):
     text = "turned(f, tp)"
     monkeypatch.setattr(tensors, "render_dim", lambda node: text)
     with pytest.raises(
-        LayoutError, match=r"Keras cannot express dim 0 of the layout \[turned.*: turned.* is not one size"
+        LayoutError, match=r"Keras cannot express dim 0 of the layout \[turned.*: turned.* is not a single size"
     ) as info:
         cuts_of(StandIn((Later(),), f"[{text}]"), "Keras")
     assert info.value.got == f"Later {text}"
@@ -102,18 +102,18 @@ def test_a_clause_that_the_caller_says_passes_and_no_other():
 def test_what_is_more_than_dims_is_refused(text):
     """Also a clause of a later notation, which this module does not know."""
     dims = TensorLayout.parse("[f/tp, h]").dims
-    with pytest.raises(LayoutError, match="more than its dims") as info:
+    with pytest.raises(LayoutError, match="clauses besides its dims") as info:
         cuts_of(StandIn(dims, text), "placements")
     assert info.value.got == text
 
 
 def test_ceil_chunks_are_even_where_the_shape_divides():
     layout = TensorLayout.parse("[f/~tp/~dp, h]", MESH)
-    with pytest.raises(LayoutError, match=r"dim 0 .* cut evenly only") as info:
+    with pytest.raises(LayoutError, match=r"dim 0 .* can only split evenly") as info:
         even_axes_of(layout, "PartitionSpecs", None, None)
     assert "shape" in info.value.next_step
     assert even_axes_of(layout, "PartitionSpecs", None, (12, 5)) == (("tp", "dp"), ())
-    with pytest.raises(LayoutError, match="cut evenly only"):
+    with pytest.raises(LayoutError, match="can only split evenly"):
         even_axes_of(layout, "PartitionSpecs", None, (10, 5))
     with pytest.raises(LayoutError, match="does not fit the shape"):
         even_axes_of(layout, "PartitionSpecs", None, (12,))

@@ -50,7 +50,7 @@ def test_axes_that_no_layout_has_are_refused(axes, ndim, message):
     ("text", "message"),
     [
         ("[f/batch/model, h]", "they have one axis per dim"),
-        ("[f, h/~model]", "cut evenly only"),
+        ("[f, h/~model]", "can only split evenly"),
         ("[f, h/model{1,2,3,2}]", "have no such split"),
         ("[f, h] where batch=0", "cannot express 'where batch=0'"),
         ("[f, h] sum(model)", r"cannot express 'sum\(model\)'"),
@@ -65,7 +65,7 @@ def test_layouts_that_keras_cannot_say_are_refused(text, message):
 def test_a_shape_shows_that_ceil_chunks_are_even():
     layout = TensorLayout.parse("[f, h/~model]")
     assert to_keras_axes(layout, MESH, (3, 8)) == (None, "model")
-    with pytest.raises(LayoutError, match="cut evenly only"):
+    with pytest.raises(LayoutError, match="can only split evenly"):
         to_keras_axes(layout, MESH, (3, 6))
 
 

@@ -238,8 +238,8 @@ def test_equality_sees_mesh_and_aliases():
         ('[tensors]\n"a[" = "[h]"\n', r"rule 'a\[': the pattern 'a\[' is not a regular expression"),
         ('[tensors]\n"a{99999999999}" = "[h]"\n', "is not a regular expression"),
         ('[tensors]\n"a" = "[h]"\n"a" = "[h]"\n', "is not TOML"),
-        ("[alias]\nhead = 3\n", "'head' names no other tensor"),
-        ('[alias]\nhead = "head"\n', "'head' names no other tensor"),
+        ("[alias]\nhead = 3\n", "'head' does not name a different tensor"),
+        ('[alias]\nhead = "head"\n', "'head' does not name a different tensor"),
         ('[alias]\na = "b"\nb = "a"\n', "an alias itself"),
     ],
 )

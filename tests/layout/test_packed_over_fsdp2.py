@@ -57,10 +57,10 @@ def test_one_pair_of_placements_has_several_contents(rank):
     assert by_transformers == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]][rank]
     # And full_tensor puts the tensor together wrongly: where all of them mend this, it can be said.
     assert not torch.equal(weight.full_tensor(), whole)
-    with pytest.raises(LayoutError, match="cut in one way or another") as info:
+    with pytest.raises(LayoutError, match="split it in different ways") as info:
         from_placements(mesh, weight.placements, 2)
     assert "'(2 d0/~tp)/~dp'" in info.value.next_step
-    with pytest.raises(LayoutError, match="is not one size"):
+    with pytest.raises(LayoutError, match="is not a single size"):
         to_placements(TensorLayout.parse("[(2 f/tp)/dp, h]"), mesh)
 
 

@@ -99,9 +99,9 @@ def test_what_no_layout_says_is_refused(spec, ndim, message):
 
 def test_uneven_dims_are_refused():
     layout = TensorLayout.parse("[f/~model, h]", MESH)
-    with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
+    with pytest.raises(LayoutError, match="PartitionSpecs can only split evenly"):
         to_partition_spec(layout)
-    with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
+    with pytest.raises(LayoutError, match="PartitionSpecs can only split evenly"):
         to_partition_spec(layout, shape=(6, 1))
     assert to_partition_spec(layout, shape=(8, 1)) == ("model", None)
 

@@ -196,12 +196,12 @@ def test_a_strided_cut_among_three_of_one_dim_must_be_even(placements, text):
     ("placements", "message"),
     [
         ((Shard(0), _StridedShard(0, split_factor=2)), "counts 1 parts"),
-        ((_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=2)), "cut in one way or another"),
-        ((_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2)), "cut in one way or another"),
+        ((_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=2)), "split it in different ways"),
+        ((_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2)), "split it in different ways"),
         ((_StridedShard(0, split_factor=4), Shard(0)), "counts 4 parts"),
-        ((Partial("max"), Shard(0)), "not addends of a sum"),
-        ((Replicate(), Partial("avg")), "not addends of a sum"),
-        ((Replicate(), _MaskPartial(offset_shape=torch.Size((4, 2)))), "not addends of a sum"),
+        ((Partial("max"), Shard(0)), "not partial sums"),
+        ((Replicate(), Partial("avg")), "not partial sums"),
+        ((Replicate(), _MaskPartial(offset_shape=torch.Size((4, 2)))), "not partial sums"),
         ((Shard(2), Replicate()), "a dim that the tensor does not have"),
         ((Shard(-3), Replicate()), "a dim that the tensor does not have"),
         ((Shard(0),), "not one for each axis"),
@@ -247,7 +247,7 @@ def test_an_order_of_cuts_that_placements_do_not_show(fake_rank):
 def test_a_cut_along_ranks_that_do_not_rise_is_refused():
     """On such a mesh torch's full_tensor() and its own offsets disagree, so no layout would be the right one."""
     mesh = DeviceMesh((4,), ("dp",), (2, 1, 0, 3))
-    with pytest.raises(LayoutError, match="do not rise"):
+    with pytest.raises(LayoutError, match="are not ascending"):
         from_placements(mesh, [Shard(0)], 2)
     assert str(from_placements(mesh, [Replicate()], 2)) == "[d0, d1]"
     transposed = DeviceMesh((2, 2), ("dp", "tp"), (0, 2, 1, 3))

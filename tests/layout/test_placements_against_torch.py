@@ -99,7 +99,7 @@ def test_uneven_dims_in_another_order_are_refused_where_torch_cuts_otherwise():
             said += 1
         else:
             refused += 1
-            with pytest.raises(LayoutError, match="torch's own cut"):
+            with pytest.raises(LayoutError, match="torch's own split"):
                 to_placements(layout, mesh, (size,))
     assert said > 200 and refused > 10, (said, refused)
 
@@ -152,7 +152,7 @@ def test_offsets_and_elements_are_torchs_over_hundreds_of_random_placements():
         theirs = cut_by_torch(shape, mesh, placements)
         if is_strided and theirs != held:
             # Uneven FSDP2 over TP, as said above; never passed on as these placements.
-            with pytest.raises(LayoutError, match="torch's own cut"):
+            with pytest.raises(LayoutError, match="torch's own split"):
                 to_placements(layout, mesh, shape)
             continue
         assert held == theirs, (mesh, placements, shape)
@@ -359,7 +359,7 @@ def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
         by_dtensor[rank] = (tuple(local.shape), local.tolist())
     assert [held for _, held in by_chunks.values()] == [[0, 1], [4], [2, 3], [5], [], [6]]
     assert [held for _, held in by_dtensor.values()] == [[0, 1], [4], [2, 3], [5], [6], []]
-    with pytest.raises(LayoutError, match="torch's own cut"):
+    with pytest.raises(LayoutError, match="torch's own split"):
         to_placements(layout, mesh, (7,))
 
 
@@ -368,7 +368,7 @@ def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
     [
         ("[f/~tp/~dp, h]", None, "depends on its size"),
         ("[f/~tp/dp, h]", None, "depends on its size"),
-        ("[f/~tp/~dp, h]", (7, 1), "torch's own cut"),
+        ("[f/~tp/~dp, h]", (7, 1), "torch's own split"),
         ("[f/tp/dp, h]", (8, 1), "does not divide"),
         ("[f/tp, h]", (4,), "does not fit the shape"),
         ("[5/tp, h]", (6, 1), "does not fit the shape"),
@@ -376,16 +376,16 @@ def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
         ("[f/=tp, h]", None, "have no such split"),
         ("[f/tp%8, h]", None, "have no such split"),
         ("[f/tp{3,5}, h]", None, "have no such split"),
-        ("[2 f/dp/tp]", None, "cut in one way or another"),
-        ("[<q: f/tp | k: g/tp>, h]", None, r"<q: f/tp \| k: g/tp> is not one size"),
-        ("[<gate: f | up: f>/tp, h]", None, "is not one size"),
-        ("[g f/tp, h]", None, r"g f/tp is not one size"),
-        ("[pad(v, 4)/tp, h]", None, r"pad\(v, 4\)/tp is not one size"),
+        ("[2 f/dp/tp]", None, "split it in different ways"),
+        ("[<q: f/tp | k: g/tp>, h]", None, r"<q: f/tp \| k: g/tp> is not a single size"),
+        ("[<gate: f | up: f>/tp, h]", None, "is not a single size"),
+        ("[g f/tp, h]", None, r"g f/tp is not a single size"),
+        ("[pad(v, 4)/tp, h]", None, r"pad\(v, 4\)/tp is not a single size"),
         ("[f/tp, h] where dp=0", None, "cannot express 'where dp=0'"),
         ("[f/tp, h] sum(dp) where dp=0", None, "two roles"),
         ("[f/tp, h] in wide", None, "no view 'wide'"),
-        ("[(2 f/tp)/dp, h]", None, r"\(2 f/tp\)/dp is not one size"),
-        ("flat(w [4, 3])/dp", None, "more than its dims"),
+        ("[(2 f/tp)/dp, h]", None, r"\(2 f/tp\)/dp is not a single size"),
+        ("flat(w [4, 3])/dp", None, "clauses besides its dims"),
     ],
 )
 def test_what_no_placements_say_is_refused(text, shape, message):
@@ -399,7 +399,7 @@ def test_another_mesh_and_ranks_that_do_not_rise_are_refused():
     with pytest.raises(LayoutError, match="Cannot override device mesh"):
         to_placements(layout, DeviceMesh((4,), ("dp",)))
     turned = DeviceMesh((2,), ("dp",), (1, 0))
-    with pytest.raises(LayoutError, match="do not rise"):
+    with pytest.raises(LayoutError, match="are not ascending"):
         to_placements(TensorLayout.parse("[f/dp, h]"), turned)
     assert to_placements(TensorLayout.parse("[f, h]"), turned) == (Replicate(),)
 

@@ -223,7 +223,7 @@ def test_shards_that_contradict_themselves_are_refused(one, message):
 def test_shards_that_disagree_are_refused(besides, name):
     first = shard((2,), (0, 0, 2))
     other = SimpleNamespace(**vars(shard((2,), (0, 1, 2))) | besides)
-    with pytest.raises(ContradictionError, match=f"ranks 0 and 1 have shards of another {name}"):
+    with pytest.raises(ContradictionError, match=f"ranks 0 and 1 have shards with different {name}"):
         from_sharded_tensor({0: first, 1: other})
 
 
@@ -339,7 +339,7 @@ def test_where_is_said_and_read():
         ("[f/tp, h] sum(dp)", r"cannot express 'sum\(dp\)'"),
         ("[f/tp{1,3}, h]", "have no such split"),
         ("[f/=tp, h]", "have no such split"),
-        ("[(2 f/tp)/dp, h]", "is not one size"),
+        ("[(2 f/tp)/dp, h]", "is not a single size"),
     ],
 )
 def test_what_sharded_tensors_cannot_say_is_refused_by_name(text, message):

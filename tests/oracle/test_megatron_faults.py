@@ -53,7 +53,7 @@ def test_reported_faults_are_named_with_their_factor(tmp_path: Path) -> None:
     assert "as many as ranks along tp:" in router["message"]
     (further,) = first["predictions by token"]
     assert further["factor"] == pytest.approx(14 / 16, rel=1e-4)  # further tokens by main ones
-    assert "see numbers of micro-batches and of tokens" in further["message"]
+    assert "check the numbers of micro-batches and tokens" in further["message"]
     masked = {name for kind, name in names["masked predictions"] if kind == "reference"}
     assert {"embedding.word_embeddings.weight", "mtp.layers.0.eh_proj.weight", "output_layer.weight"} <= masked
     heads: list[dict[str, Any]] = first["norm of heads"]

@@ -133,6 +133,6 @@ def test_a_trainer_without_mooncake_is_refused(trainer):
     orders.put(1)
     with (
         xrank.take_weights(make_target(), address, wire="mooncake") as weights,
-        pytest.raises(UsageError, match="trainer rank 0 does not lend its tensors by Mooncake"),
+        pytest.raises(UsageError, match="trainer rank 0 does not offer its tensors through Mooncake"),
     ):
         weights.update(timeout_seconds=60)

@@ -66,7 +66,7 @@ def make_page() -> tuple[LayoutMap, dict[str, tuple[int, ...]]]:
 def test_a_page_has_mesh_rules_parts_and_bytes() -> None:
     layouts, shapes = make_page()
     page = Page(layout_html(layouts, shapes, dtypes=dict.fromkeys(shapes, "BF16")))
-    for text in ("dp=2 tp=2", "[f/tp/~dp, h]", "q: rows 0-3", "unused.*", "Tensors that no rule decides for", "odd"):
+    for text in ("dp=2 tp=2", "[f/tp/~dp, h]", "q: rows 0-3", "unused.*", "Tensors without a rule", "odd"):
         assert text in page.words, text
     assert re.search(r"Each rank holds\s*ranks? 0", page.words)
     assert "dim 0 by tp and dp" in page.words and "whole on each rank" not in page.words

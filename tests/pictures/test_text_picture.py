@@ -147,7 +147,7 @@ w [3]  [h] where dp=0
             "[h, r] sum(tp)", "tp=2", (4, 2),
             """\
 w [4, 2]  [h, r] sum(tp)
-  addends: the values are sums over tp
+  partial sums: the values are the sums over tp
   ranks 0-1  the whole tensor  local [4, 2], 8 elements""",
             id="addends",
         ),
@@ -223,9 +223,9 @@ def test_unmatched_and_unused_are_listed() -> None:
     layouts["up"] = "[f/tp, h]"
     layouts[r"layers\..*"] = "[h]"
     text = layout_text(layouts, {"up": (4, 2), "down": (2, 4)})
-    assert "\ndown [2, 4]\n  ! no rule decides for it\n" in text
-    assert "\nno rule decides for\n  down\n" in text
-    assert text.endswith("\nrules that decide for no tensor\n  layers\\..*\n")
+    assert "\ndown [2, 4]\n  ! no rule for it\n" in text
+    assert "\nno rule for\n  down\n" in text
+    assert text.endswith("\nrules that match no tensor\n  layers\\..*\n")
 
 
 def test_a_misfit_is_shown_at_its_tensor() -> None:

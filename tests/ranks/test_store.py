@@ -192,9 +192,9 @@ def test_without_torchrun_rank_0_keeps_the_store():
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "node1"}, {"MASTER_ADDR": "node1", "MASTER_PORT": "many"}])
 def test_ranks_without_a_place_to_meet_are_told_what_to_set(environ):
-    with pytest.raises(UsageError, match="srun started have no place to meet") as raised:
+    with pytest.raises(UsageError, match="srun started have no address to connect") as raised:
         connect_launched_ranks(launch_of(1), environ, timeout_seconds=1)
     assert "MASTER_ADDR" in raised.value.want and "torchrun" in raised.value.next_step
     bare = replace(launch_of(1), launcher="bare")
-    with pytest.raises(UsageError, match="the ranks of RANK and WORLD_SIZE have no place to meet"):
+    with pytest.raises(UsageError, match="the ranks of RANK and WORLD_SIZE have no address to connect"):
         connect_launched_ranks(bare, environ, timeout_seconds=1)

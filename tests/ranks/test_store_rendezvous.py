@@ -135,11 +135,11 @@ def test_ranks_that_stay_away_are_named_on_all_that_came_and_on_who_comes_later(
         meeting.come(1)
         said = meeting.all_said()
         assert isinstance(said[0], RankTimeoutError) and said[0].waiting_for == (2, 3)
-        assert isinstance(said[1], RankFailedError) and "ranks 2-3 did not come" in str(said[1])
+        assert isinstance(said[1], RankFailedError) and "ranks 2-3 did not arrive" in str(said[1])
         with soon():
             meeting.come(3)
             late = meeting.all_said()[3]
-        assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks 2-3 did not come" in str(late)
+        assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks 2-3 did not arrive" in str(late)
 
 
 @contextmanager
@@ -314,6 +314,6 @@ def test_a_store_that_goes_away_ends_the_meeting():
         del server
         gc.collect()
         for future in coming:
-            with pytest.raises(RankFailedError, match="the store that the ranks meet through is gone") as raised:
+            with pytest.raises(RankFailedError, match="the store that connects the ranks is gone") as raised:
                 future.result(40)
             assert raised.value.rank == 0

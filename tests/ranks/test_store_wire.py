@@ -211,7 +211,7 @@ def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
         lambda: wires[1].send(0, Message({})),
         lambda: wires[1].set_status(Status.LEFT, 1),
     ):
-        with pytest.raises(RankFailedError, match="the store that the ranks meet through is gone") as raised:
+        with pytest.raises(RankFailedError, match="the store that connects the ranks is gone") as raised:
             use()
         assert raised.value.rank == 0
         if rank_0_is_known:

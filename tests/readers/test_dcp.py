@@ -276,7 +276,7 @@ def test_a_piece_that_the_metadata_lacks(checkpoint: Path, tmp_path: Path, name:
         del metadata.storage_data[lost[0]]
 
     edit(checkpoint, drop)
-    with pytest.raises(IncompleteError, match="no rank left these elements") as caught:
+    with pytest.raises(IncompleteError, match="no rank wrote these elements") as caught:
         gather_checkpoint(checkpoint, tmp_path / "out")
     assert caught.value.tensor == name and caught.value.index_range
 

@@ -194,7 +194,7 @@ def test_another_layers_file(tmp_path):
     shutil.copy(layer(run, 5), layer(run, 3))
     refused(run, ContradictionError, "renamed or copied")
     rename_saved(layer(run, 3), layer(run, 5).read_bytes())
-    refused(run, ContradictionError, "another save than the fp32 weights, or to another layer")
+    refused(run, ContradictionError, "a different save, layer or expert than the fp32 weights")
     shutil.copy(layer(run, 5), run / TAG / "layer_05-model_00-model_states.pt")
     refused(run, ContradictionError, "both belong to layer 5")
 
@@ -250,7 +250,7 @@ def test_layers_that_look_alike(tmp_path):
     # In the other order the values contradict.
     swapped = {**layers, 2: "tied_modules.two.", 7: "tied_modules.one."}
     write_pipeline(tmp_path / "swapped", replace(model, stages=stages, layers=swapped), PIPELINE)
-    refused(tmp_path / "swapped", ContradictionError, "another layer")
+    refused(tmp_path / "swapped", ContradictionError, "save, layer or expert")
     write_pipeline(tmp_path / "one", replace(model, stages=stages, layers={**layers, 8: "tied_modules.two."}), PIPELINE)
     refused(tmp_path / "one", UsageError, "any of 2 tied layers", "one, two")
 

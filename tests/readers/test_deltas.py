@@ -147,7 +147,7 @@ def test_another_base_is_refused(tmp_path: Path, chain: list[Model]) -> None:
         gather(tmp_path)
     shutil.rmtree(tmp_path / "base")
     write_whole(tmp_path / "base", {**chain[0], name: (kind, shape, data[:-1] + bytes([data[-1] ^ 1]))})
-    with pytest.raises(CorruptError, match="does not make the bytes that its writer had") as wrong:
+    with pytest.raises(CorruptError, match="does not reproduce the bytes of its writer") as wrong:
         gather(tmp_path)
     assert wrong.value.tensor == name and not (tmp_path / "out").exists()
 

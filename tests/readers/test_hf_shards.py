@@ -191,14 +191,14 @@ def test_number_of_ranks_is_compared_with_other_sources(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert gather_checkpoint(tmp_path / "states", tmp_path / "out", world_size=2).ok
     assert gather_checkpoint(tmp_path / "plain", tmp_path / "plain-out", world_size=2, layouts=layouts).ok
-    with pytest.raises(IncompleteError, match="was not written by as many ranks as world_size=3 states"):
+    with pytest.raises(IncompleteError, match="was not written by the number of ranks in world_size=3"):
         gather_checkpoint(tmp_path / "plain", tmp_path / "no", world_size=3, layouts=layouts)
     for source, number, kind in (
         ("states", 1, UsageError),
         ("states", 3, IncompleteError),
         ("model.safetensors", 1, UsageError),
     ):
-        with pytest.raises(kind, match=f"was not written by as many ranks as world_size={number} states"):
+        with pytest.raises(kind, match=f"was not written by the number of ranks in world_size={number}"):
             gather_checkpoint(tmp_path / source, tmp_path / "no", world_size=number)
 
 

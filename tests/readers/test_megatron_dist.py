@@ -118,7 +118,7 @@ def test_verls_megatron_backend(tmp_path: Path) -> None:
         report = gather_checkpoint(source, tmp_path / f"whole-{number}")
         assert (report.source["format"], report.source["recipe"]) == ("safetensors", None)
         note = next(text for code, text in report.notes if code == "also-here")
-        assert f"megatron-dist files in {place} lie beside the safetensors files" in note and "tensors agree" in note
+        assert f"megatron-dist files in {place} are next to the safetensors files" in note and "tensors agree" in note
         assert read_model(tmp_path / f"whole-{number}") == read_model(tmp_path / "out-0")
     gather_checkpoint(actor, tmp_path / "again", format="megatron-dist")
     tensors = load_file(exported)

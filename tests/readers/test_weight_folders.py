@@ -299,7 +299,7 @@ def test_an_adapter_beside_numbered_files(tmp_path: Path, index: bool) -> None:
     save_file(pair, folder / "adapter_model.safetensors")
     found, report = gathered(folder)
     assert found == wanted()
-    assert "1 LoRA pairs are kept apart" in dict(report.notes)["adapter"]
+    assert "1 LoRA pairs are written separately" in dict(report.notes)["adapter"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -269,11 +269,11 @@ def test_text_of_a_refusal(tmp_path: Path) -> None:
     ended = run("gather", tmp_path / "step", "--out", tmp_path / "out")
     assert ended.exit_code == 4
     assert ended.stderr == (
-        f"xrank: ContradictionError: {path}: num_hidden_layers is not that of the tensors, such as "
+        f"xrank: ContradictionError: {path}: num_hidden_layers contradicts the tensors, such as "
         "model.layers.0.input_layernorm.weight\n"
         "  got   2 layers under model.layers\n"
         "  want  4, by num_hidden_layers = 4\n"
-        "  try   bring the files of the other layers, such as another pipeline stage's, or take an earlier checkpoint; "
+        "  try   copy the files of the other layers, such as those of a pipeline stage, or use an earlier checkpoint; "
         f"if the model has 2, put the model's own config.json in place of {path}, then run the same command (exit 4)\n"
     )
     verified = verify_model(tmp_path / "step")
@@ -289,7 +289,7 @@ def test_config_of_the_base_model_is_checked(tmp_path: Path) -> None:
     base.mkdir()
     save_workspace(source, made_model())
     path = set_config(base, vocab_size=64)
-    with pytest.raises(ContradictionError, match="vocab_size is not that of the tensors") as raised:
+    with pytest.raises(ContradictionError, match="vocab_size contradicts the tensors") as raised:
         gather_checkpoint(source, tmp_path / "out", base_model=base)
     assert raised.value.file == str(path) and "name the base model that was trained" in str(raised.value.next_step)
 
@@ -297,7 +297,7 @@ def test_config_of_the_base_model_is_checked(tmp_path: Path) -> None:
 def test_config_in_states_is_checked(tmp_path: Path) -> None:
     workspace = NFSWorkspace(str(tmp_path / "states"), rank=0, world_size=1)
     workspace.write_configs_and_weights({**CONFIG, "num_experts": 8}, made_model())
-    with pytest.raises(ContradictionError, match="num_experts is not that of the tensors") as raised:
+    with pytest.raises(ContradictionError, match="num_experts contradicts the tensors") as raised:
         gather_checkpoint(tmp_path / "states", tmp_path / "out")
     assert (
         raised.value.next_step == f"put the model's own config.json into {tmp_path / 'states'}, then make the same call"
@@ -320,7 +320,7 @@ def test_head_that_an_untied_model_lacks_is_named(tmp_path: Path) -> None:
     save_dcp(tmp_path / "step", made_model())
     generating = {"architectures": ["MineForCausalLM"]}
     set_config(tmp_path / "step", **generating, tie_word_embeddings=False)
-    with pytest.raises(ContradictionError, match="tie_word_embeddings is not that of the tensors") as raised:
+    with pytest.raises(ContradictionError, match="tie_word_embeddings contradicts the tensors") as raised:
         gather_checkpoint(tmp_path / "step", tmp_path / "out")
     assert raised.value.got == "1 tensor with 36 rows, model.embed_tokens.weight"
     set_config(tmp_path / "step", **generating)
@@ -422,7 +422,7 @@ def test_other_families(tmp_path: Path, family: tuple[dict[str, Any], dict[str, 
     values = config[section] if section else config
     values[name] = {"0": "a"} if name == "id2label" else values[name] * 5
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ContradictionError, match="is not that of the tensors") as raised:
+    with pytest.raises(ContradictionError, match="contradicts the tensors") as raised:
         gather_checkpoint(tmp_path, tmp_path / "wrong")
     assert raised.value.tensor in shapes
     assert f"{key} = " in str(raised.value.want)
@@ -441,7 +441,7 @@ def test_key_that_no_model_of_this_type_reads_is_no_size(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert gather_checkpoint(tmp_path, tmp_path / "out").ok
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "my_own"}))
-    with pytest.raises(ContradictionError, match="is not that of the tensors"):
+    with pytest.raises(ContradictionError, match="contradicts the tensors"):
         gather_checkpoint(tmp_path, tmp_path / "refused")
 
 

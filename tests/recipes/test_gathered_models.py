@@ -48,7 +48,7 @@ def test_a_tied_head_need_not_be_there(tmp_path: Path) -> None:
     gather_checkpoint(leave(tmp_path / "ws", as_megatron(model), config_of(model)), tmp_path / "out")
     assert_is(tmp_path / "out", model)
     untied = config_of(model, tie_word_embeddings=False)
-    with pytest.raises(ContradictionError, match=r"lm_head.weight: nothing in the source becomes it"):
+    with pytest.raises(ContradictionError, match=r"lm_head.weight: no tensor of the source becomes it"):
         gather_checkpoint(leave(tmp_path / "ws", as_megatron(model), untied), tmp_path / "no")
 
 
@@ -69,12 +69,12 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
         (
             lambda t, c: (without(t, "decoder.layers.1.mlp.linear_fc2.weight"), c),
             ContradictionError,
-            r"model.layers.1.mlp.down_proj.weight: nothing in the source becomes it",
+            r"model.layers.1.mlp.down_proj.weight: no tensor of the source becomes it",
         ),
         (
             lambda t, c: (t, {**c, "num_hidden_layers": 4}),
             ContradictionError,
-            "model.layers.3.input_layernorm.weight: nothing",
+            "model.layers.3.input_layernorm.weight: no tensor",
         ),
         (
             lambda t, c: (t, {**c, "num_hidden_layers": 2}),
@@ -93,7 +93,7 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
             UsageError,
             r"(?m)no recipe fits its names$",
         ),
-        (lambda t, c: (t, {**c, "model_type": "cohere"}), UsageError, "which recipe its names are of is not clear"),
+        (lambda t, c: (t, {**c, "model_type": "cohere"}), UsageError, "several recipes fit its names"),
         (
             lambda t, c: (t, {k: v for k, v in c.items() if k != "vocab_size"}),
             UsageError,

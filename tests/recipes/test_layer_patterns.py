@@ -107,9 +107,9 @@ def test_stacks_of_two_kinds_become_one_row_of_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "config", "says"),
     [
-        ("blocks.1.moe.w", {}, "layers.6.moe: nothing in the source becomes it"),
-        ("first.1.w", {}, "layers.1.mlp: nothing in the source becomes it"),
-        ("blocks.0.dense.n", {}, "layers.3.n: nothing in the source becomes it"),
+        ("blocks.1.moe.w", {}, "layers.6.moe: no tensor of the source becomes it"),
+        ("first.1.w", {}, "layers.1.mlp: no tensor of the source becomes it"),
+        ("blocks.0.dense.n", {}, "layers.3.n: no tensor of the source becomes it"),
         (None, {"experts": [0, 0, 0, 0, 1, 1, 0]}, "of the group (dense|moe), which layer [56] lacks by config.json"),
         (None, {"first_dense": 2}, "first.2.n does not fit"),
     ],
@@ -135,8 +135,8 @@ def test_a_hybrid_layer_makes_two_choices(tmp_path: Path) -> None:
         ({"kinds": ["full", "none", "none"]}, None, None),
         ({"kinds": ["full", "none", "full"]}, None, "of the group mixer.state, which layer 2 lacks"),
         ({}, "l.1.attn", "layer 1 has tensors of mixer.attention and mixer.state"),
-        ({}, "-l.2.ssm", "layers.2.attn: nothing"),
-        ({"kinds": ["full", "none", "none"]}, "-l.2.ssm", "layers.2.ssm: nothing"),
+        ({}, "-l.2.ssm", "layers.2.attn: no tensor"),
+        ({"kinds": ["full", "none", "none"]}, "-l.2.ssm", "layers.2.ssm: no tensor"),
     ]):  # fmt: skip
         folder = tmp_path / str(number)
         folder.mkdir()

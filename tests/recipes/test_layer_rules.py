@@ -52,7 +52,7 @@ def test_gather_without_the_last_layer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_layer_beyond_those_of_config_is_refused(is_reversed: bool) -> None:
     names = names_of(is_reversed=is_reversed)
-    with pytest.raises(ContradictionError, match=r"layers\.3\..* belongs to a layer beyond the 3 of config.json"):
+    with pytest.raises(ContradictionError, match=r"layers\.3\..* belongs to a layer after the 3 of config.json"):
         placed(names, {**CONFIG, "num_hidden_layers": 3}, is_reversed=is_reversed)
 
 

@@ -200,7 +200,7 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     both = (*load_shipped_recipes(), read_recipe(str(own)))
     monkeypatch.setattr("xrank.recipes.recipe_choice.load_shipped_recipes", lambda: both)
     monkeypatch.setattr("xrank.recipes.recipe_choice.load_recipes_for", lambda names, types=(): both)
-    with pytest.raises(UsageError, match="is not clear") as caught:
+    with pytest.raises(UsageError, match="several recipes fit") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)
 

@@ -44,7 +44,7 @@ def test_the_saved_model_is_taken_and_the_masters_are_named(tmp_path: Path) -> N
     assert all(found[name].dtype == saved[name].dtype and torch.equal(found[name], saved[name]) for name in saved)
     (note,) = notes(report)
     assert note == (
-        "deepspeed files lie beside the safetensors files that are read: 14 tensors (BF16, F32, I64) there, "
+        "deepspeed files are next to the safetensors files that are read: 14 tensors (BF16, F32, I64) there, "
         "13 tensors (BF16, I64) here; 13 compared tensors agree"
     )
 
@@ -61,7 +61,7 @@ def test_inspect_lists_both_forms(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, ["inspect", str(tmp_path / "checkpoint-2"), "--json"])
     report = json.loads(shown.stdout)
     assert (shown.exit_code, report["source"]["format"], report["problems"]) == (0, "safetensors", [])
-    assert any("deepspeed files lie beside" in note["message"] for note in report["notes"])
+    assert any("deepspeed files are next to" in note["message"] for note in report["notes"])
     other = CliRunner().invoke(cli, ["inspect", str(tmp_path / "checkpoint-2"), "--format", "deepspeed"])
     assert other.exit_code == 0 and "ZeRO 3" in other.output
 
@@ -94,7 +94,7 @@ def test_empty_tensors_of_zero_3_give_way_to_its_state(tmp_path: Path) -> None:
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert torch.equal(found["up.weight"], made.expected["up.weight"])
     (note,) = notes(report)
-    assert note.startswith("safetensors files lie beside the deepspeed files that are read, and cannot be read: ")
+    assert note.startswith("safetensors files are next to the deepspeed files that are read, but cannot be read: ")
 
 
 def test_a_damaged_state_beside_the_model_must_be_chosen_from(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_files_without_a_tensor_give_way_to_others(tmp_path: Path, is_other_empt
     save_file({}, folder / "model.safetensors")
     torch.save({} if is_other_empty else {"up.weight": torch.ones(3)}, folder / "pytorch_model.bin")
     if is_other_empty:
-        with pytest.raises(UsageError, match="its safetensors files hold no tensor"):
+        with pytest.raises(UsageError, match="its safetensors files contain no tensor"):
             xrank.gather_checkpoint(folder, tmp_path / "model")
         return
     xrank.gather_checkpoint(folder, tmp_path / "model")
@@ -274,4 +274,4 @@ def test_data_beside_a_model_is_not_a_model(tmp_path: Path) -> None:
     torch.save({"tokens": torch.arange(4), "mean": torch.rand(3)}, folder / "data.pth")
     torch.save([1, 2], folder / "list.pt")
     report = xrank.gather_checkpoint(folder, tmp_path / "model")
-    assert [text.partition("read, and ")[2].split(":")[0] for text in notes(report)] == ["cannot be read"]
+    assert [text.partition("read, but ")[2].split(":")[0] for text in notes(report)] == ["cannot be read"]

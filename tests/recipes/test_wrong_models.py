@@ -92,7 +92,7 @@ def gather(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
 def test_an_expert_is_missing(tmp_path: Path) -> None:
     tensors = {key: torch.from_numpy(array) for key, array in FAMILIES["gpt-oss"].weights().items()}
     left = {key: tensor for key, tensor in tensors.items() if "experts.3." not in key}
-    with pytest.raises(IncompleteError, match="gate_up_proj, rows 3-3: no rank left these elements"):
+    with pytest.raises(IncompleteError, match="gate_up_proj, rows 3-3: no rank wrote these elements"):
         gather(tmp_path, "gpt-oss", left)
 
 

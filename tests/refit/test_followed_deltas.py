@@ -76,9 +76,9 @@ def test_an_engine_follows(tmp_path: Path, models: list[Model]) -> None:
         second = weights.update(timeout_seconds=60)
         assert_holds(served, models[2])
         assert (second.step, second.moved_nbytes) == (20, served["c.bias"].nbytes)
-        with pytest.raises(RankTimeoutError, match="no new version came") as late:
+        with pytest.raises(RankTimeoutError, match="there is no new version") as late:
             weights.update(timeout_seconds=0.3)
-        assert late.value.got == "version 2, which is held" and weights.step == 20
+        assert late.value.got == "version 2, which the engine has" and weights.step == 20
         write(tmp_path, models, 3)
         assert weights.update(timeout_seconds=60).step == 30
         assert_holds(served, models[3])
@@ -102,7 +102,9 @@ def test_a_weight_that_changes_behind_the_back_is_named(tmp_path: Path, models: 
             assert weights.check().num_tensors == len(SHAPES)
             write(tmp_path, models, version + 1)
         served["b.weight"][95, 3] += 1
-        with pytest.raises(ContradictionError, match=r"b.weight: engine rank 0 does not hold what it took in row"):
+        with pytest.raises(
+            ContradictionError, match=r"b.weight: engine rank 0 has different values than after its last update in row"
+        ):
             weights.check()
 
 

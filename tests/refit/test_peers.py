@@ -51,7 +51,9 @@ def test_a_rank_that_has_committed_the_step_is_not_waited_for(other: RankStatus)
 
 def test_a_rank_that_failed_and_repeated_its_call_has_not_committed() -> None:
     ranks = engine_ranks(DONE, RankStatus(Phase.WAITING, step=-1, round=4, committed=2))
-    with pytest.raises(RankFailedError, match="engine rank 1 failed: it has failed in this call, and has repeated it"):
+    with pytest.raises(
+        RankFailedError, match="engine rank 1 failed: it failed in this call, and has already called again"
+    ):
         ranks.wait_for_all(DONE, ranks.check)
 
 

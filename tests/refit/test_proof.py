@@ -121,7 +121,7 @@ def test_a_quantized_engine_is_compared_with_what_the_quantizer_makes(tmp_path: 
         assert report.digests == {name: hexadecimal(as_integers(tensor)) for name, tensor in made.items()}
         assert not report.unproven and weights.check().num_tensors == 3
         served["up_proj.weight_scale_inv"].zero_()  # as after a load that left the scales out
-        with pytest.raises(ContradictionError, match=r"up_proj.weight_scale_inv: engine rank 0 does not hold"):
+        with pytest.raises(ContradictionError, match=r"up_proj.weight_scale_inv: engine rank 0 has different values"):
             weights.check()
 
 
@@ -172,7 +172,7 @@ def test_a_replaced_tensor_is_not_the_one_that_was_filled(tmp_path: Path) -> Non
         offer.publish(1)
         weights.update(timeout_seconds=10)
         served["weight"] = served["weight"].clone()
-        with pytest.raises(ContradictionError, match="weight: engine rank 0 has another tensor"):
+        with pytest.raises(ContradictionError, match="weight: engine rank 0 has replaced the tensor"):
             weights.check()
 
 
@@ -185,7 +185,7 @@ def test_casts_are_named_as_not_compared_and_are_checked_later(tmp_path: Path) -
         assert report.unproven == {"weight": "cast from F32 to BF16"} and list(report.digests) == ["bias"]
         assert "\nproof   1 tensor equal to the trainer's; not compared: weight" in str(report)
         served["weight"][0, 0] = 5
-        with pytest.raises(ContradictionError, match="weight: engine rank 0 does not hold what it took"):
+        with pytest.raises(ContradictionError, match="weight: engine rank 0 has different values than after"):
             weights.check()
 
 
@@ -206,7 +206,9 @@ def test_tensors_that_the_loader_takes_whole_are_named_as_not_compared(tmp_path:
     ):
         offer.publish(1)
         report = weights.update(timeout_seconds=10)
-        assert report.unproven == {"bias": "the engine's loader takes it whole"} and list(report.digests) == ["weight"]
+        assert report.unproven == {"bias": "the engine's loader gets the whole tensor"} and list(report.digests) == [
+            "weight"
+        ]
 
 
 def test_only_the_engine_asks(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_only_the_engine_asks(tmp_path: Path) -> None:
         xrank.take_weights(served, tmp_path, proof=True) as weights,
     ):
         offer.publish(1)
-        with pytest.raises(UsageError, match="makes no digests to compare with"):
+        with pytest.raises(UsageError, match="computes no digests to compare with"):
             weights.update(timeout_seconds=10)
         assert not served["weight"].any()
 
@@ -245,7 +247,7 @@ def test_a_step_of_another_engine_can_be_checked(tmp_path: Path) -> None:
         report = weights.copy_from_engines(timeout_seconds=10)
         assert report.unproven == {"weight": "taken from another engine"} and weights.check().step == 1
         served["weight"][2] = 3
-        with pytest.raises(ContradictionError, match="does not hold what it took in"):
+        with pytest.raises(ContradictionError, match="has different values than after its last update in"):
             weights.check()
 
 

@@ -29,9 +29,9 @@ def test_a_new_engine_takes_the_step_and_then_follows_the_trainer(tmp_path: Path
         old.update(timeout_seconds=10)
         report = new.copy_from_engines(timeout_seconds=10)
         assert (report.step, report.moved_nbytes, new.step) == (3, 256, 3) and second["weight"].eq(3).all()
-        with pytest.raises(RankTimeoutError, match="a new step did not come"):
+        with pytest.raises(RankTimeoutError, match="a new step did not arrive"):
             new.update(timeout_seconds=0.1)  # the trainer still shows step 3, which it holds
-        with pytest.raises(RankTimeoutError, match="a newer step of another engine did not come"):
+        with pytest.raises(RankTimeoutError, match="a newer step of a different engine did not come"):
             new.copy_from_engines(timeout_seconds=0.1)
         held["weight"].fill_(4)
         offer.publish(4)
@@ -113,7 +113,7 @@ def test_weights_that_changed_since_the_step_are_refused(tmp_path: Path) -> None
         offer.publish(3)
         old.update(timeout_seconds=10)
         first["bias"][2] = 7
-        with pytest.raises(ContradictionError, match=r"bias has changed on engine rank 0 .* since it took the step"):
+        with pytest.raises(ContradictionError, match=r"bias has changed on engine rank 0 .* since it got the step"):
             new.copy_from_engines(timeout_seconds=10)
         assert new.step is None
         assert new.update(timeout_seconds=10).step == 3 and second["bias"].eq(1).all()
@@ -126,10 +126,10 @@ def test_no_engine_lends_a_step(tmp_path: Path) -> None:
     ):
         offer.publish(1)
         old.update(timeout_seconds=10)  # without relay
-        with pytest.raises(IncompleteError, match="no other engine lends a step"):
+        with pytest.raises(IncompleteError, match="no other engine offers a step"):
             new.copy_from_engines(timeout_seconds=10)
         new.update(timeout_seconds=10)
-        with pytest.raises(IncompleteError, match="no other engine lends a step"):  # not from itself
+        with pytest.raises(IncompleteError, match="no other engine offers a step"):  # not from itself
             new.copy_from_engines(timeout_seconds=10)
 
 

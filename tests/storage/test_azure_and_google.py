@@ -214,14 +214,14 @@ def test_azure_refuses_without_permission(container: Container, monkeypatch: pyt
             open_store(container.url)
     monkeypatch.setenv("XRANK_ALLOW_HTTP", "1")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
-    with pytest.raises(UsageError, match="what the environment says"):
+    with pytest.raises(UsageError, match="settings in the environment"):
         open_store(container.url)
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     monkeypatch.setitem(sys.modules, "azure.identity", None)
-    with pytest.raises(UsageError, match="what the environment says"):
+    with pytest.raises(UsageError, match="settings in the environment"):
         make_uploads(container)
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-    with pytest.raises(UsageError, match="what the environment says"):
+    with pytest.raises(UsageError, match="settings in the environment"):
         make_uploads(container)
 
 
@@ -234,7 +234,7 @@ def test_takes_tokens_by_https_only(container: Container, monkeypatch: pytest.Mo
     identity = ModuleType("azure.identity")
     monkeypatch.setattr(identity, "DefaultAzureCredential", Credential, raising=False)
     monkeypatch.setitem(sys.modules, "azure.identity", identity)
-    with pytest.raises(UsageError, match="what the environment says") as refused:
+    with pytest.raises(UsageError, match="settings in the environment") as refused:
         make_uploads(container)
     assert refused.value.got == "a token"
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "https://host.invalid")
@@ -282,7 +282,7 @@ def test_google_refuses_without_permission(
 ) -> None:
     store = open_google(bucket, allow_http=False)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
-    with pytest.raises(UsageError, match="what the environment says") as caught:
+    with pytest.raises(UsageError, match="settings in the environment") as caught:
         Uploads(store)
     assert caught.value.got == "FileNotFoundError"
     (tmp_path / "key.json").write_text(json.dumps({"gcs_base_url": bucket.server}))
@@ -325,7 +325,7 @@ def test_takes_tokens_of_google_auth(bucket: GoogleBucket, monkeypatch: pytest.M
     assert bucket.read_all() == {"model": b"x"}
     store = open_google(bucket, allow_http=True)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({"client_email": "me"}))
-    with pytest.raises(UsageError, match="what the environment says"):
+    with pytest.raises(UsageError, match="settings in the environment"):
         Uploads(store)
     monkeypatch.setattr(service_account.Credentials, "from_service_account_info", lambda *_, **__: Failing(None))
     with pytest.raises(UsageError) as refused:

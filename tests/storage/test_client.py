@@ -78,7 +78,7 @@ def test_plain_http_is_refused_unless_allowed(bucket, monkeypatch):
 
 
 def test_an_unknown_scheme_is_refused():
-    with pytest.raises(UsageError, match="no installed package reads"):
+    with pytest.raises(UsageError, match="no installed package supports"):
         open_store("nosuchscheme://a/b")
 
 

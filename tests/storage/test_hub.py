@@ -51,7 +51,7 @@ def test_pushes_a_model_in_one_commit(tmp_path: Path) -> None:
         assert "written by 2 ranks" in card
         assert len(hub.commits) == 1 and hub.commits[0]["parentCommit"] == COMMIT
         again = start(hub, *command)
-        assert again.returncode == 2 and "holds a model already" in again.stderr
+        assert again.returncode == 2 and "already contains a model" in again.stderr
         hub.files |= {"model.safetensors": b"older", "notes.txt": b"a user's", "README.md": b"a user's"}
         assert start(hub, *command, "--overwrite").returncode == 0
         assert {"model.safetensors", *files, "notes.txt"} - hub.files.keys() == {"model.safetensors"}
@@ -79,7 +79,7 @@ def test_gathers_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert {name: data for name, data in hub.files.items() if name != "README.md"} == files
         assert list(stage.parent.iterdir()) == []
         again = start(hub, *command)
-        assert again.returncode == 2 and "holds a model already" in again.stderr
+        assert again.returncode == 2 and "already contains a model" in again.stderr
         assert list(stage.parent.iterdir()) == []
     finally:
         hub.close()

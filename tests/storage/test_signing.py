@@ -42,6 +42,6 @@ def test_signs_into_a_bucket(tmp_path: Path, small_bucket: Bucket, small_server:
 
 
 def test_refuses_to_sign_for_several_ranks() -> None:
-    with pytest.raises(UsageError, match="signed by the one process"):
+    with pytest.raises(UsageError, match="signed by a single process"):
         check_store_writer("s3://bucket/one", ranks=2)
     check_store_writer("s3://bucket/one", ranks=1)

@@ -101,7 +101,7 @@ def test_refuses_what_a_store_cannot(
 ) -> None:
     with pytest.raises(UsageError, match="https:// stores"):
         gather(states, "https://host/one")
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="in the place of any object"):
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="replaces any existing object"):
         patch.setenv("AWS_ENDPOINT_URL_S3", "https://storage.googleapis.com")
         Uploads(open_store(small_bucket.url)[0])
     layout = tmp_path / "layout.toml"
@@ -122,7 +122,7 @@ def test_leaves_a_running_gather_alone(states: Path, small_bucket: Bucket) -> No
         os.kill(other.pid, signal.SIGSTOP)
         try:
             leave_journal(small_bucket, replace(make_owned(BucketJournal("s", "plan")), pid=other.pid))
-            with pytest.raises(OutputExistsError, match=rf"under way .host .*, pid {other.pid}"):
+            with pytest.raises(OutputExistsError, match=rf"is running .host .*, pid {other.pid}"):
                 gather(states, f"{small_bucket.url}/one")
             assert xrank.clean(f"{small_bucket.url}/one").details["num_removed"] == 0
         finally:
@@ -143,7 +143,7 @@ def test_watches_an_owner_on_another_host(
         found = read_journal(place)
         assert found is not None
         other = bucket_stage.OpenJournal(place, content, found[1])
-        with pytest.raises(OutputExistsError, match=r"under way .host elsewhere"):
+        with pytest.raises(OutputExistsError, match=r"is running .host elsewhere"):
             gather(states, f"{small_bucket.url}/one")
         other.release()
     gather(states, f"{small_bucket.url}/one")
@@ -169,7 +169,7 @@ def test_another_plan_starts_over(states: Path, small_bucket: Bucket) -> None:
         gather(states, f"{small_bucket.url}/one", progress=lambda done, total: 1 // (total // 2 > done))
     assert small_bucket.list_uploads()
     report = gather(states, f"{small_bucket.url}/one", max_shard_size="1GB")
-    assert "had another plan" in dict(report.notes)["stage"]
+    assert "had a different plan" in dict(report.notes)["stage"]
     assert small_bucket.list_uploads() == []
     assert "one/model.safetensors" in small_bucket.read_all()
 

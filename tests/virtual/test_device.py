@@ -401,9 +401,12 @@ MISUSES = {
     ),
     "two groups": (
         lambda d: d.all_gather(ONES, group=[0, 1] if d.index == 0 else [0, 1, 2]) if d.index < 2 else None,
-        "of another group",
+        "of a different group",
     ),
-    "two orders of a group": (lambda d: d.all_reduce(ONES, group=[0, 1, 2] if d.index else [2, 1, 0]), "another group"),
+    "two orders of a group": (
+        lambda d: d.all_reduce(ONES, group=[0, 1, 2] if d.index else [2, 1, 0]),
+        "a different group",
+    ),
     "two roots": (lambda d: d.broadcast(ONES, [0, 2, 0][d.index], algorithm="ring"), "with root 2 .*with root 0"),
     "two reductions": (lambda d: d.all_reduce(ONES, reduction="max" if d.index else "sum"), "max .*sum|sum .*max"),
     "two algorithms": (lambda d: d.all_reduce(ONES, algorithm="ring" if d.index else "push"), "by ring|by push"),
@@ -414,11 +417,11 @@ MISUSES = {
     "shapes to reduce": (lambda d: d.all_reduce(ONES[: 4 - d.index]), r"all_reduce: device .*\(3, 6\)"),
     "shapes to reduce on a ring": (
         lambda d: d.all_reduce(ONES if d.index else ONES.reshape(3, 8), algorithm="ring"),
-        "of another shape",
+        "with a different shape",
     ),
     "lengths to reduce on a ring": (
         lambda d: d.all_reduce(ONES[: 4 - d.index], algorithm="ring"),
-        "of another shape",
+        "with a different shape",
     ),
     "types to reduce": (lambda d: d.all_reduce(ONES.astype([float, int, float][d.index])), "I64"),
     "kinds to reduce": (lambda d: d.all_reduce(torch.ones(4, 6) if d.index else ONES), "torch F32"),

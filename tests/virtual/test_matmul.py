@@ -387,7 +387,7 @@ def test_an_impossible_candidate_is_not_chosen():
     assert {operation.sharding for operation, _ in choice.refused} == {wrong, uneven}
     with pytest.raises(LayoutError, match=r"a: 6/y: 6 does not divide by 4"):
         cheapest([uneven], MESH, **shapes)
-    with pytest.raises(UsageError, match="nothing to choose from"):
+    with pytest.raises(UsageError, match="no shardings to choose from"):
         cheapest([], MESH, **shapes)
 
 
@@ -405,8 +405,8 @@ def test_layers_are_chosen_from_as_products_are():
     ("texts", "match"),
     [
         (("[m/x, k/x]", "[k, n]"), "the layout .* is cut twice by 'x'"),
-        (("[m, k] sum(x)", "[k, n]"), "A cannot be a sum of addends along 'x'"),
-        (("[m, k]", "[k, n] sum(y)"), "B cannot be a sum of addends"),
+        (("[m, k] sum(x)", "[k, n]"), "A cannot be a partial sum along 'x'"),
+        (("[m, k]", "[k, n] sum(y)"), "B cannot be a partial sum"),
         (("[k]", "[k, n]"), "not of a product"),
         (("[m, k]", "[e, k, n]"), "not of a product"),
         (("[b, m, k]", "[k, n]", "[m, n]"), "not of a product"),
@@ -449,7 +449,7 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_runs():
     assert caught.value.tensor == "c"
     with pytest.raises(LayoutError, match="dc is not the gradient of its tensor"):
         cluster().run(operation.backward(), activations=(a, dc[:4]), parameters=(b,))
-    with pytest.raises(UsageError, match="b is an array of another kind than a") as other:
+    with pytest.raises(UsageError, match="b is a different kind of array than a") as other:
         cluster().run(operation, activations=(a,), parameters=(torch.from_numpy(b),))
     assert (other.value.tensor, other.value.got, other.value.want) == ("b", "torch", "numpy, as a")
     with pytest.raises(UsageError, match="MatMulBackward takes the activations a, dc"):

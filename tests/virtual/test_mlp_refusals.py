@@ -96,7 +96,7 @@ def test_arguments_of_other_shapes_types_and_numbers_are_refused():
 def test_arrays_of_two_kinds_are_refused():
     activations, parameters = arguments()
     mlp = MLP(Pipeline(2, 3), 0.1)
-    with pytest.raises(UsageError, match="is an array of another kind") as failure:
+    with pytest.raises(UsageError, match="is a different kind of array") as failure:
         VirtualCluster(2).run(mlp, activations=activations, parameters=[*parameters[:-1], torch.tensor(parameters[-1])])
     assert (failure.value.tensor, failure.value.got, failure.value.want) == ("bias.3", "torch", "numpy, as inputs")
 

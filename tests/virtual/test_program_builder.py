@@ -207,7 +207,7 @@ def test_a_product_that_is_not_local_is_refused(left, right, match):
 
 def test_a_whole_tensor_does_not_become_addends():
     builder = ProgramBuilder(MESH)
-    with pytest.raises(LayoutError, match="has no addends along 'y'"):
+    with pytest.raises(LayoutError, match="has no partial sums along 'y'"):
         redistribute(builder, value_of(builder, (4,), "[a]"), as_sharding("[a] sum(y)"))
 
 

@@ -197,7 +197,7 @@ def test_invalid_shards_are_not_joined(wrong, device):
         join_shards(shards, TensorSharding((None, ("x", "y"))), MESH)
     with pytest.raises(LayoutError, match="each device has one shard"):
         join_shards(shards[:7], TensorSharding((None, "x")), MESH)
-    with pytest.raises(LayoutError, match="cannot be cut into addends"):
+    with pytest.raises(LayoutError, match="cannot be split into partial sums"):
         shards_of(wrong, TensorSharding((None,) * wrong.ndim, "x"), MESH)
 
 

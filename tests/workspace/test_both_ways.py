@@ -289,7 +289,7 @@ def test_a_gather_that_was_entered_and_dropped_fails_on_all_others(rank, num_ran
             dropped.__enter__()
             del dropped
         else:
-            with pytest.raises(RankFailedError, match="dropped without being left") as caught, gather():
+            with pytest.raises(RankFailedError, match="entered but never left") as caught, gather():
                 pass
             assert caught.value.rank == dropping and time.monotonic() - began < 20
         with gather() as parts:

@@ -184,9 +184,9 @@ class Output(Struct):
     def stop(self, how: str, exit_code: int, notes: Sequence[str] = ()) -> NoReturn:
         """Report that a signal ended the command, with notes of the work that it interrupted, and exit."""
         resumes = self.command in _RESUMED
-        what = notes[0] if notes else f"the same command {'goes on' if resumes else 'starts anew'}"
+        what = notes[0] if notes else f"the same command {'resumes' if resumes else 'starts again'}"
         text = f"xrank: {how}; {what} (exit {exit_code})"
-        effect = "which resumes" if resumes else "which starts anew"
+        effect = "which resumes" if resumes else "which starts again"
         error = XrankError(f"{how}; {notes[0]}" if notes else how, next_step=f"run the same command, {effect}")
         self._leave(text, exit_code, error)
 
@@ -254,7 +254,7 @@ def say(text: str | bytes, *, err: bool = False) -> None:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not err and not isinstance(error, BrokenPipeError):
-            say(f"xrank: the result cannot be printed: {error.strerror}; the command's work is done", err=True)
+            say(f"xrank: the result cannot be printed: {error.strerror}; the command itself is done", err=True)
 
 
 class _StoppedError(KeyboardInterrupt):
@@ -355,7 +355,7 @@ def _explain(error: OSError | MemoryError) -> XrankError:
             next_step=f"give a smaller {option('max_memory')}, or run where more memory is free",
             free_nbytes=_free_nbytes(),
         )
-    return XrankError(f"{type(error).__name__}: {error}", next_step="run again with -v for the place")
+    return XrankError(f"{type(error).__name__}: {error}", next_step="run again with -v for the traceback")
 
 
 def _free_nbytes() -> int:
@@ -376,14 +376,14 @@ def explain_fault(error: Exception) -> XrankError:
     """Return the error for an exception that no input may cause: a script with ``--json`` gets its report even then."""
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return NoSpaceError(
-            "the system starts no more threads for this process",
+            "the system cannot start more threads for this process",
             got=f"{threading.active_count()} threads, {_free_nbytes():,} bytes free",
             want=f"a thread for each of the {option('workers')}",
             next_step=f"give fewer {option('workers')}, or raise the limits of processes and memory (ulimit -u, -v)",
             free_nbytes=_free_nbytes(),
         )
     fault = XrankError(
-        f"this is a fault of xrank, or of a package that it uses: {one_line(f'{type(error).__name__}: {error}')}",
+        f"this is a bug in xrank, or in a package that it uses: {one_line(f'{type(error).__name__}: {error}')}",
         next_step="run again with -v, and report the traceback",
     )
     fault.__cause__ = error
@@ -541,7 +541,7 @@ def sharing(command: Callable[..., None]) -> Callable[..., None]:
         return value
 
     command = click.option(
-        "--distributed", is_flag=True, help="Share the work among ranks named by bare RANK and WORLD_SIZE."
+        "--distributed", is_flag=True, help="Share the work among the ranks of RANK and WORLD_SIZE, without a launcher."
     )(command)
     return click.option(
         "--timeout",
@@ -551,7 +551,7 @@ def sharing(command: Callable[..., None]) -> Callable[..., None]:
         metavar="SECONDS",
         envvar="XRANK_TIMEOUT",
         show_envvar=True,
-        help="How long ranks that share the work wait for a live rank to arrive.  [default: 1800]",
+        help="Seconds that ranks wait for a rank that is alive but late.  [default: 1800]",
     )(command)
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @click.group(
     cls=CommandGroup,
-    short_help="Write and apply what has changed between versions of a model.",
+    short_help="Write and apply the changes between versions of a model.",
     examples=["delta make step-1 step-2 -o deltas/weight_v000002"],
 )
 def delta_command() -> None:
-    """Write and apply what has changed between versions of a model, in the folders that SGLang and slime share."""
+    """Write and apply the changes between versions of a model, in the folder format of SGLang and slime."""
 
 
 def _complete(words: tuple[str, ...]) -> Any:
@@ -30,16 +30,16 @@ def _complete(words: tuple[str, ...]) -> Any:
 
 
 _out = click.option(
-    "-o", "--out", required=True, type=PATH, metavar="DIR", help="Folder of the version, weight_v and six digits."
+    "-o", "--out", required=True, type=PATH, metavar="DIR", help="Folder of the version, named weight_v and six digits."
 )
 _max_shard_size = click.option(
-    "--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of changes in a file."
+    "--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Maximum bytes of changes in one file."
 )
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing version.")
 
 
 @delta_command.command(
-    short_help="Write what has changed from one model to another.",
+    short_help="Write the changes from one model to the next.",
     examples=["delta make step-1 step-2 -o deltas/weight_v000002", "delta make model checkpoint -o weight_v000001"],
 )
 @click.argument("old", metavar="OLD", type=PATH)
@@ -51,7 +51,7 @@ _overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing
     metavar="xor|overwrite",
     show_default=True,
     shell_complete=_complete(("xor", "overwrite")),
-    help="Form of the changes.",
+    help="Encoding of the changes.",
 )
 @click.option(
     "--checksum",
@@ -59,23 +59,23 @@ _overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing
     metavar="xxh3-128|blake3|adler32",
     show_default=True,
     shell_complete=_complete(("xxh3-128", "blake3", "adler32")),
-    help="Kind of the checksums of new tensors.",
+    help="Checksum of each new tensor.",
 )
-@click.option("--step", type=int, metavar="N", help="Training step, for readers.")
+@click.option("--step", type=int, metavar="N", help="Training step to record.")
 @options.base_model("names and shapes that neither side records.")
 @options.layout("a side")
-@options.recipe("Recipe from training names to Hugging Face's, for the sides that it fits.", "none")
+@options.recipe("Recipe that renames tensors for Hugging Face, for each side that it fits.", "none")
 @_max_shard_size
 @options.max_memory
 @options.workers
 @_overwrite
 @click.option(
-    "--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an interrupted run."
+    "--resume/--no-resume", default=True, show_default=True, help="Reuse the finished parts of an interrupted run."
 )
 @options.allow_http
 @reporting
 def make(output: Output, old: str, new: str, out: str, layout: str | None, **arguments: Any) -> None:
-    """Write what has changed from OLD to NEW, which are folders or checkpoints of any format with the same tensors."""
+    """Write the changes from OLD to NEW: folders or checkpoints of any format, with the same tensors."""
     from xrank.commands.delta import make_delta
 
     with following_progress(output) as progress:
@@ -94,7 +94,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
 
 
 @delta_command.command(
-    short_help="Make one version of consecutive ones.",
+    short_help="Fold consecutive versions into one.",
     examples=["delta fold deltas/weight_v00000[1-4] -o folded/weight_v000004"],
 )
 @click.argument("versions", nargs=-1, required=True, metavar="DIR...", type=PATH)
@@ -104,7 +104,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
 @options.allow_http
 @reporting
 def fold(output: Output, versions: tuple[str, ...], out: str, **arguments: Any) -> None:
-    """Make one version of the consecutive versions in DIR; the model that they begin with is not needed."""
+    """Fold the consecutive versions in DIR into one; their base model is not needed."""
     from xrank.commands.delta_folding import fold_deltas
 
     report = fold_deltas(versions, out, **arguments)
@@ -115,25 +115,29 @@ _deltas = click.argument("deltas", nargs=-1, required=True, metavar="DIR...", ty
 
 
 @delta_command.command(
-    short_help="Make the model of a version, and follow the versions that come.",
+    short_help="Write the model of a version; run again to update it.",
     examples=["delta apply model deltas -o engine", "delta apply model deltas/weight_v000001 -o step-1"],
 )
 @click.argument("base", metavar="BASE", type=PATH)
 @_deltas
 @click.option("-o", "--out", required=True, type=PATH, metavar="OUT", help="Folder of the model, or its URL.")
 @click.option("--version", type=click.IntRange(0), metavar="N", help="Version to make.  [default: the newest]")
-@click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
+@click.option(
+    "--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Maximum bytes of tensors in one file."
+)
 @options.max_memory
 @options.workers
-@click.option("--overwrite", is_flag=True, help="Replace a model that this command has not made.")
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an old run.")
+@click.option("--overwrite", is_flag=True, help="Replace a model even if this command has not written it.")
+@click.option(
+    "--resume/--no-resume", default=True, show_default=True, help="Reuse the finished parts of an interrupted run."
+)
 @click.option("--verify", is_flag=True, help="Read the files back before they appear.")
 @options.allow_http
 @reporting
 def apply(output: Output, base: str, deltas: tuple[str, ...], out: str, **arguments: Any) -> None:
-    """Apply the versions in DIR to the model BASE, and write the model of the newest to OUT.
+    """Apply the versions in DIR to the model BASE, and write the newest model to OUT.
 
-    DIR are folders of versions, or one that contains them. Run again, the command replaces OUT by a newer version.
+    DIR is the folder of one or more versions, or a folder that contains them. Run the command again to update OUT.
     """
     from xrank.commands.delta_applying import apply_deltas
 
@@ -159,7 +163,7 @@ def apply(output: Output, base: str, deltas: tuple[str, ...], out: str, **argume
 def verify(output: Output, base: str, deltas: tuple[str, ...], workers: int | None) -> None:
     """Apply the versions in DIR to the model BASE without writing, and compare every checksum, digest and state.
 
-    Without DIR, the versions are in BASE, and the first of them is whole.
+    Without DIR, BASE is the folder of the versions, and the first one is a whole model.
     """
     from xrank.commands.delta_applying import verify_deltas
 

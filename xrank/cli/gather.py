@@ -84,7 +84,7 @@ def _list_schemes() -> list[str]:
 @click.option("--dialect", metavar="modelopt", help="ModelOpt's form, for --quantize FP8 or NVFP4.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")
 @click.option(
-    "--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an interrupted run."
+    "--resume/--no-resume", default=True, show_default=True, help="Reuse the finished parts of an interrupted run."
 )
 @click.option(
     "--verify/--no-verify", default=None, help="Read the output back before the rename.  [default: with --overwrite]"

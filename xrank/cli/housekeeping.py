@@ -13,14 +13,14 @@ from xrank.words import plural, size_text
 
 
 @click.command(
-    "clean", cls=Command, short_help="Remove the remains of dead gathers.", examples=["clean outputs --dry-run"]
+    "clean", cls=Command, short_help="Remove temporary files of dead gathers.", examples=["clean outputs --dry-run"]
 )
 @click.argument("paths", nargs=-1, metavar="[PATH]...", type=PATH)
 @options.allow_http
-@click.option("--dry-run", is_flag=True, help="List the remains without removing them.")
+@click.option("--dry-run", is_flag=True, help="List the files without removing them.")
 @reporting
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
-    """Remove the stages and messages that dead gathers left in the folders PATH.
+    """Remove what dead gathers left in the folders PATH: hidden folders of unfinished outputs, and messages.
 
     PATH may be the URL of an output in a store: abandoned uploads are aborted. In a folder of versions (weight_v000001
     and so on) those before the newest whole one are removed, too, as no reader needs them.
@@ -42,7 +42,7 @@ def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None
 @click.command(
     "doctor",
     cls=Command,
-    short_help="Show what this machine, this Python and a folder offer.",
+    short_help="Show what xrank can use on this machine and in a folder.",
     examples=["doctor /nfs"],
 )
 @click.argument("path", metavar="[PATH]", default=".", type=PATH)
@@ -50,7 +50,7 @@ def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None
 def doctor_command(output: Output, path: str) -> None:
     """Show what xrank can use here: versions, memory, kernel calls, the file system of the folder PATH, GPUs.
 
-    Each thing is tried. Small files are made in PATH and removed. The exit status is 0 whatever is missing: xrank does
+    Each feature is tested, with small files in PATH that are removed. The exit code is 0 even if something is missing:
     without it. Put the output into a report of a problem.
     """
     from xrank.commands.doctor import examine_machine
@@ -93,7 +93,7 @@ def help_command(context: click.Context, words: tuple[str, ...]) -> None:
 @click.command(
     "completion",
     cls=Command,
-    short_help="Print the script that completes words in a shell.",
+    short_help="Print the completion script of a shell.",
     examples=["completion bash >> ~/.bashrc"],
 )
 @click.argument(
@@ -101,7 +101,7 @@ def help_command(context: click.Context, words: tuple[str, ...]) -> None:
 )
 @click.pass_context
 def completion_command(context: click.Context, shell: str) -> None:
-    """Print the script by which bash, zsh or fish completes commands, options, recipes, formats and element types.
+    """Print the script that completes commands, options, recipes, formats and element types in bash, zsh or fish.
 
     Append it to ~/.bashrc or ~/.zshrc; for fish, write it to ~/.config/fish/completions/xrank.fish.
     """

@@ -30,8 +30,8 @@ def layout_command() -> None:
 )
 @click.argument("path", metavar="PATH|FILE", type=PATH)
 @click.option("--tensor", metavar="REGEX", help="Show only tensors whose whole name matches.")
-@click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page.")
-@click.option("--toml", is_flag=True, help="Print a layout file in place of the picture.")
+@click.option("--html", type=PATH, metavar="FILE", help="Write a self-contained HTML page.")
+@click.option("--toml", is_flag=True, help="Print a layout file instead of the picture.")
 @reporting
 def show(output: Output, path: str, tensor: str | None, html: str | None, toml: bool) -> None:
     """Show which rank holds which part of each tensor, from metadata alone.
@@ -57,7 +57,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 
 
 @layout_command.command(
-    short_help="List the differences of two layouts.", examples=["layout diff old.toml new.toml --exit-code"]
+    short_help="List the differences between two layouts.", examples=["layout diff old.toml new.toml --exit-code"]
 )
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
@@ -81,7 +81,7 @@ def diff(output: Output, a: str, b: str, exit_code: bool) -> None:
 @layout_command.command(short_help="Prove the layouts in a file.", examples=["layout check new.toml demo/workspace"])
 @click.argument("file", metavar="FILE", type=PATH)
 @click.argument("path", metavar="[PATH]", required=False, type=PATH)
-@options.base_model("whole shapes that PATH and FILE lack.")
+@options.base_model("the global shapes that PATH and FILE do not contain.")
 @reporting
 def check(output: Output, file: str, path: str | None, base_model: str | None) -> None:
     """Prove that the layouts in FILE hold every element of every tensor exactly once per replica.
@@ -104,7 +104,7 @@ def check(output: Output, file: str, path: str | None, base_model: str | None) -
 @click.option("--model", required=True, type=PATH, metavar="DIR", help="Model folder; no weights are read.")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor parallel ranks.")
 @click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Number of pipeline stages.")
-@click.option("--ep", is_flag=True, help="Share the experts among the tensor parallel ranks.")
+@click.option("--ep", is_flag=True, help="Distribute the experts over the tensor parallel ranks.")
 @click.option("--toml", "out", required=True, type=PATH, metavar="FILE", help="Layout file to write.")
 @reporting
 def record(output: Output, engine: str, model: str, out: str, tp: int, pp: int, ep: bool) -> None:

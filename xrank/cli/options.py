@@ -76,7 +76,7 @@ def part(place: str) -> _Option:
 
 def world_size(place: str) -> _Option:
     """Return ``--world-size`` of the source that the command calls so."""
-    text = f"Number of ranks that wrote {place}, if it records none."
+    text = f"Number of ranks that wrote {place}, if it does not record this."
     return click.option("--world-size", type=click.IntRange(1), metavar="N", help=text)
 
 
@@ -87,7 +87,7 @@ def layout(what: str) -> _Option:
 
 def format_name(parameter: str) -> _Option:
     """Return ``--format``, as the parameter of that name."""
-    text = "Format to read, if several lie there."
+    text = "Format to read, if the source has several."
     return click.option("--format", parameter, metavar="NAME", help=text, shell_complete=completing(_own_formats))
 
 
@@ -101,9 +101,9 @@ allow_http = click.option(
     is_flag=True,
     expose_value=False,
     callback=_permit_http,
-    help="Let requests to stores go over plain http, which others can read and change.",
+    help="Allow plain http for requests to stores; others can read and change them.",
 )
-dry_run = click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
+dry_run = click.option("--dry-run", is_flag=True, help="Make and prove the plan, but write nothing.")
 
 dequantize = click.option("--dequantize", is_flag=True, help="Decode quantized weights to floating-point ones.")
 max_memory = click.option(
@@ -113,7 +113,7 @@ max_memory = click.option(
     envvar="XRANK_MAX_MEMORY",
     show_envvar=True,
     show_default=True,
-    help="Upper bound of all buffers, such as 512MB.",
+    help="Maximum size of all buffers together, such as 512MB.",
 )
 workers = click.option(
     "--workers",

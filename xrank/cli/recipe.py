@@ -42,7 +42,7 @@ def list_(output: Output) -> None:
 @click.option("--merged", is_flag=True, help="Merge it with the recipes that it extends, without comments.")
 @reporting
 def show(output: Output, name: str, merged: bool) -> None:
-    """Print the recipe NAME, to start your own from. `xrank recipe list` shows the names."""
+    """Print the recipe NAME, as a start for your own. `xrank recipe list` shows the names."""
     from xrank.commands.recipe import show_recipe
 
     report = show_recipe(name, is_merged=merged)
@@ -60,8 +60,8 @@ def show(output: Output, name: str, merged: bool) -> None:
 def check(output: Output, file: str, path: str, base_model: str | None, tensors: bool) -> None:
     """Check the recipe FILE, or the shipped one called NAME, against the tensors of SRC, from metadata alone.
 
-    Lists rules that do not fit, names that no rule has, with the nearest rule, and targets that nothing becomes. The
-    exit status is 2 if there are any.
+    Lists rules that do not fit, names without a rule (with the nearest rule), and targets without a source. The
+    exit code is 2 if there are any.
     """
     from xrank.commands.recipe import check_recipe
 

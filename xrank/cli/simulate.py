@@ -27,7 +27,7 @@ from xrank.cli.options import PATH
     help="Conversion to predict.",
     shell_complete=options.completing(lambda: ("gather", "export", "reshard", "refit")),
 )
-@click.option("--mesh", metavar="TEXT", help='Mesh of ranks, such as "pp=8 dp=16 tp=32", in place of FILE\'s mesh.')
+@click.option("--mesh", metavar="TEXT", help='Mesh of ranks, such as "pp=8 dp=16 tp=32", instead of FILE\'s mesh.')
 @click.option(
     "--link",
     metavar="TEXT|FILE",
@@ -44,14 +44,14 @@ from xrank.cli.options import PATH
 )
 @options.dtype("bf16", "fp16", "fp32", text="Element type of FILE's tensors.  [default: bf16]")
 @options.recipe("Recipe, as for a gather.  [default: the names of FILE stay]", "none")
-@click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page with charts.")
+@click.option("--html", type=PATH, metavar="FILE", help="Write a self-contained HTML page with charts.")
 @reporting
 def simulate_command(output: Output, path: str, operation: str, html: str | None, **arguments: Any) -> None:
     """Predict the bytes, messages, memory and seconds of a conversion from its real plan.
 
-    PATH is a checkpoint or a workspace. FILE is a layout file, whose ranks need not exist; only tensors with sizes in
-    FILE count. No tensor's bytes are read. An export runs on the ranks that hold the model; a refit on these and on an
-    engine's ranks, which follow them.
+    PATH is a checkpoint or a workspace. FILE is a layout file; its ranks need not exist, and only tensors with sizes in
+    FILE are counted. No tensor is read. An export runs on the ranks that hold the model; a refit runs on these and on
+    an engine's ranks, which are numbered after them.
     """
     from xrank.virtual.simulation.simulation import (
         simulate,

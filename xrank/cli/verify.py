@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 @click.option("--against", type=PATH, metavar="PATH2", help="Compare with this model or checkpoint, value by value.")
 @options.layout("a checkpoint")
 @options.base_model("the names and shapes that PATH must have; fills in unrecorded shapes.")
-@options.recipe("The recipe that the gather was run with.")
+@options.recipe("The recipe that the gather used.")
 @options.part("PATH")
 @options.world_size("PATH")
-@click.option(
-    "--adapter-config", type=PATH, metavar="FILE", help="The adapter_config.json that the gather was run with."
-)
+@click.option("--adapter-config", type=PATH, metavar="FILE", help="The adapter_config.json that the gather used.")
 @click.option("--signature", type=PATH, metavar="FILE", help="Compare with this signature.  [default: PATH/model.sig]")
 @click.option("--public-key", type=PATH, metavar="KEY", help="Public key (PEM) of the signature.")
 @options.max_memory

@@ -197,11 +197,11 @@ def open_checkpoint(
     adapted = gather.decision.adapted
     if adapted is not None and not adapted.is_alone:
         raise UsageError(
-            f"{gather.source.path} holds a model and an adapter of it",
+            f"{gather.source.path} contains a model and its adapter",
             file=gather.source.path,
             got=f"{len(adapted.own)} tensors of an adapter, such as {min(adapted.own)}",
-            want="one model, or an adapter alone",
-            next_step="gather it first, with the adapter merged or kept apart; xrank.open_checkpoint opens what that "
-            "writes",
+            want="only a model, or only an adapter",
+            next_step="gather it first, with the adapter merged or separate, then open the output with "
+            "xrank.open_checkpoint",
         )
     return Checkpoint(gather, given)

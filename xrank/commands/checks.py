@@ -106,7 +106,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
     surplus = sorted(name for name in places.list_names(path) if name.endswith(".safetensors") and name not in listed)
     if surplus:
         raise ContradictionError(
-            f"{surplus[0]} is in {path} and not in its manifest",
+            f"{surplus[0]} is in {path} but not in its manifest",
             file=os.path.join(path, surplus[0]),
             got=surplus[0],
             want=f"only {', '.join(sorted(listed))}",
@@ -169,14 +169,14 @@ def _check_digests(
 
 def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
     """Return the error for a file of a model, or a tensor in it, whose digest is not the manifest's."""
-    what = f"{tensor or file}: its bytes are not those that were gathered" + (f" ({file})" if tensor else "")
+    what = f"{tensor or file}: its bytes differ from those that were gathered" + (f" ({file})" if tensor else "")
     want = f"{want}, as in {MANIFEST_NAME}"
     return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=COPY_AGAIN)
 
 
 def make_absence_error(path: str, file: str) -> IncompleteError:
     """Return the error for a file of a manifest that the folder lacks."""
-    problem = f"{file} is in the manifest and not in {path}"
+    problem = f"{file} is in the manifest but not in {path}"
     return IncompleteError(problem, file=os.path.join(path, file), next_step=COPY_AGAIN)
 
 

@@ -110,7 +110,7 @@ def pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.Path
     assert ours.names is not None
     (our_side, our_notes), (their_side, their_notes) = _drop_base(ours, theirs), _drop_base(theirs, ours)
     num_saved = len(ours.names.saved)
-    notes = [("adapter", f"{num_saved:,} of the tensors compared are an adapter's"), *our_notes, *their_notes]
+    notes = [("adapter", f"{num_saved:,} of the compared tensors belong to an adapter"), *our_notes, *their_notes]
     notes += _check_scales(ours, theirs, given)
     return ComparedPair(our_side, their_side, proof={"num_adapter_tensors": num_saved}, notes=tuple(notes))
 
@@ -148,7 +148,7 @@ def _check_scales(
         scales = [config.scale_of(pair.module) for config in configs]
         if scales[0] != scales[1]:
             raise ContradictionError(
-                f"{pair.module}: its adapter is scaled otherwise in {ours.path} than in {theirs.path}",
+                f"{pair.module}: the scale of its adapter differs between {ours.path} and {theirs.path}",
                 tensor=pair.a,
                 file=configs[0].path,
                 got=f"{scales[0]:g}, as {configs[0].path} says",
@@ -345,7 +345,7 @@ def _with_adapter(found: ComparedSide) -> ComparedSide:
     for name in saved:
         if name in base:
             raise ContradictionError(
-                f"{name} is in {found.path} and in {_APART} within",
+                f"{name} is in {found.path} and in its folder {_APART}",
                 tensor=name,
                 file=path,
                 got="two tensors of this name",
@@ -359,7 +359,7 @@ def _with_adapter(found: ComparedSide) -> ComparedSide:
     return replace(found.with_model(merge_models(found.model, adapter, "")), names=names)
 
 
-NOT_COPIES = "find out which of the two is the right one"
+NOT_COPIES = "find out which of the two is right"
 OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
 
 
@@ -402,7 +402,7 @@ def correspond(sides: tuple[ComparedSide, ComparedSide], updates: Collection[str
         may_be = [to for to in ties.get(name, ()) if _is_on_both(to, sides) and (side == 1 or to not in updates)]
         if not may_be:
             raise ContradictionError(
-                f"{name} is in {sides[side].path} alone",
+                f"{name} is only in {sides[side].path}",
                 tensor=name,
                 got=f"{len(sides[0].shards)} tensors against {len(sides[1].shards)}",
                 want="the same names",
@@ -421,13 +421,13 @@ def correspond(sides: tuple[ComparedSide, ComparedSide], updates: Collection[str
     casts = {name: found for name in names if (found := _cast(name, sides, ties)) is not None}
     notes = []
     for one in tied:
-        text = f"{one.name} is in {sides[one.side].path} alone, and is {one.target} there"
+        text = f"{one.name} is only in {sides[one.side].path}, where it is tied to {one.target}"
         notes.append(("tied", f"{text}, with which it was compared"))
     for side in (0, 1):
         says = f"{sides[side].path}/{MANIFEST_NAME} says"
         made = Counter(text for number, text in casts.values() if number == side)
         for text, count in made.items():
-            notes.append(("cast", f"{count} tensors were compared after the cast {text} that {says}"))
+            notes.append(("cast", f"{count} tensors were compared after the cast {text}, as {says}"))
         if left_out[side]:
             notes.append(("excluded", f"not compared, as {says} left out: {list_text(left_out[side])}"))
     aliases = {name for name in names if any(side.model.aliases.get(name) in names for side in sides)}
@@ -472,7 +472,7 @@ def _cast(name: str, sides: Sequence[ComparedSide], ties: Mapping[str, Sequence[
         if casts[:1] == [text] and shards[0].shape == shards[1].shape:
             return side, text
     raise ContradictionError(
-        f"{name} differs in kind",
+        f"{name} differs in type or shape",
         tensor=name,
         got=f"{shards[0].dtype} {list(shards[0].shape)} in {sides[0].path}",
         want=f"{shards[1].dtype} {list(shards[1].shape)}, as in {sides[1].path}",
@@ -580,7 +580,7 @@ def _plan_quantized(
             if want.get(name) != got.get(name):
                 texts = [digest_text(each[name]) if name in each else "no such tensor" for each in (got, want)]
                 raise ContradictionError(
-                    f"{name} in {made.path} is not what quantizing {plain.path} by {told['scheme']} gives",
+                    f"{name} in {made.path} differs from {plain.path} quantized by {told['scheme']}",
                     tensor=name,
                     file=made.path,
                     got=texts[0],
@@ -633,7 +633,7 @@ def _rename_error(error: XrankError, pair: ComparedPair, found: Correspondence) 
         if text.startswith(f"{_OTHER * one.side}{one.name} is tied to "):
             path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
             return ContradictionError(
-                f"{one.name} is in {path} alone, and is not {one.target} there",
+                f"{one.name} is only in {path}, where it differs from {one.target}",
                 tensor=one.name,
                 file=error.file,
                 index_range=error.index_range,
@@ -682,7 +682,7 @@ def _check_digests(
         formula = told.get("merged", {}).get(name, "nothing of a merge") if told else None
         says = f"; {MANIFEST_NAME} says {formula}" if formula not in (None, formulas[name]) else ""
         raise ContradictionError(
-            f"{name} in {pair.theirs.path} is not what merging the adapter in {pair.ours.path} gives",
+            f"{name} in {pair.theirs.path} differs from the merge of the adapter in {pair.ours.path}",
             tensor=name,
             file=file,
             index_range=where,

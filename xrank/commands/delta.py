@@ -126,9 +126,9 @@ def make_delta(
 def _check_side(side: ComparedSide, out: str) -> None:
     """Refuse a model of which a delta would lack a part, or whose bytes are made while it is read."""
     if side.has_adapter_apart:
-        got, want = "an adapter in a folder within", "a model, or an adapter, alone"
+        got, want = "also an adapter, in a subfolder", "only a model, or only an adapter"
     elif side.model.records.quantized:
-        got, want = "quantized weights on this side alone", "the same form on both sides"
+        got, want = "quantized weights only on this side", "quantized weights on both sides, or on neither"
     else:
         return
     raise UsageError(

@@ -202,7 +202,7 @@ def _records_of(model: StoredModel) -> dict[str, int | None]:
 def _compare_state(model: StoredModel, digests: Mapping[str, str], state: str, folder: str) -> None:
     found = state_digest({shard.name: (shard.dtype, shard.shape, digests[shard.name]) for shard in model.shards})
     if found != state:
-        problem = f"{folder}: not all tensors are those that its writer had, and those that it changes are"
+        problem = f"{folder}: tensors that it does not change differ from those of its writer"
         step = "give the model that the first version was made of, or copy its files again"
         raise CorruptError(problem, file=folder, got=f"state {found}", want=state, next_step=step)
 

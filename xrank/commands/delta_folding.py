@@ -135,7 +135,7 @@ def _follow(
             raise _refuse(place, f"{name} {got}", f"{want}, as in {before}", step)
     if None not in (facts.state, later.base_state) and facts.state != later.base_state:
         raise ContradictionError(
-            f"{place} contains changes of other weights than those of {before}",
+            f"{place} contains changes to different weights than those of {before}",
             file=place,
             got=f"base_state {later.base_state}",
             want=f"{facts.state}, the state of {before}",
@@ -180,6 +180,6 @@ def _explain(name: str, path: str, encoding: str) -> Iterator[None]:
     try:
         yield
     except DamagedBodyError as error:
-        problem, want = f"{name}: its bodies do not fit each other", f"bodies of {encoding} of one tensor"
+        problem, want = f"{name}: its changes contradict each other", f"bodies of {encoding} of one tensor"
         step = "copy the versions again from where they were written"
         raise CorruptError(problem, file=path, tensor=name, got=str(error), want=want, next_step=step) from error

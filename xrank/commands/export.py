@@ -287,7 +287,7 @@ def save_model(
         progress: called with (bytes written so far, bytes in all).
 
     Raises:
-        UsageError: a tensor is a DTensor, of which this rank holds a part.
+        UsageError: a tensor is a DTensor, and this rank holds only a part of it.
         XrankError: as `export_model`.
 
     Example:
@@ -332,11 +332,11 @@ def _check_whole(model: torch.nn.Module | Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
             raise UsageError(
-                f"{name} is a DTensor, of which this rank holds a part",
+                f"{name} is a DTensor, and this rank holds only a part of it",
                 tensor=name,
                 got=f"a DTensor over {tensor.device_mesh.size()} ranks",
                 want="whole tensors",
-                next_step="call export_model on all ranks in place of save_model",
+                next_step="call export_model on all ranks instead of save_model",
             )
 
 

@@ -126,8 +126,8 @@ def _report_survey(found: Survey, started: float, notes: Iterable[tuple[str, str
         ),
         notes=(
             *notes,
-            *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
-            *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
+            *(("unused-rule", f"the rule {rule!r} matches no tensor") for rule in found.unused),
+            *(("addends", f"{one.name}: the ranks hold partial sums over {', '.join(one.sums)}") for one in addends),
         ),
         details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **_survey_facts(found)),
         **facts,

@@ -78,7 +78,7 @@ class ManifestDigests:
         got = digest_text(digest.digest())
         if got != want:
             raise CorruptError(
-                f"{tensor.output.name}: its bytes are not those that were gathered",
+                f"{tensor.output.name}: its bytes differ from those that were gathered",
                 tensor=tensor.output.name,
                 file=self._path,
                 got=got,
@@ -235,7 +235,7 @@ def load_model(
             check_fillable(tensor.output.name, local.views[view])
         notes = [*source.notes, *layout_notes(on_mesh, source), *load.notes]
         if names := [*names_left_out(module), *computed]:
-            notes.append(("not-loaded", f"tensors that no checkpoint has are left as they are: {list_text(names, 3)}"))
+            notes.append(("not-loaded", f"tensors that no checkpoint contains were not changed: {list_text(names, 3)}"))
         return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
 
     check_meeting(group, timeout_seconds)

@@ -215,7 +215,7 @@ def _list_entries(folder: str) -> Iterator[tuple[str, int, int]]:
 
 def _check_kind(path: str, mode: int) -> None:
     if stat.S_ISLNK(mode):
-        step = "copy the model with cp -rL, which puts files in the place of links, and verify the copy"
+        step = "copy the model with cp -rL, which copies files instead of links, and verify the copy"
         raise _kind_error(path, f"a link to {os.readlink(path)!r}", step)
     if not stat.S_ISREG(mode):
         raise _kind_error(path, stat.filemode(mode), "move it elsewhere, and verify the model again")
@@ -237,7 +237,7 @@ def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> Non
     missing = sorted(named - sizes.keys())
     if missing:
         raise IncompleteError(
-            f"{missing[0]} is signed and not in {folder}",
+            f"{missing[0]} is signed but not in {folder}",
             file=os.path.join(folder, missing[0]),
             got=f"{len(missing)} missing: {list_text(missing)}",
             want="every signed file",
@@ -247,7 +247,7 @@ def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> Non
     surplus = sorted(name for name in sizes.keys() - named if sizes[name] or signed.shard_nbytes is None)
     if surplus:
         raise ContradictionError(
-            f"{surplus[0]} is in {folder} and not signed",
+            f"{surplus[0]} is in {folder} but not signed",
             file=os.path.join(folder, surplus[0]),
             got=f"{len(surplus)} unsigned: {list_text(surplus)}",
             want="only signed files",
@@ -260,7 +260,7 @@ def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> Non
     for file, end in ends.items():
         if sizes[file] != end:
             raise CorruptError(
-                f"{file} is not as long as it was signed",
+                f"{file} does not have the signed length",
                 file=os.path.join(folder, file),
                 got=f"{sizes[file]:,} bytes",
                 want=f"{end:,} bytes",
@@ -285,7 +285,7 @@ def _damage_error(folder: str, stretch: Stretch, got: bytes, want: bytes, signat
     origin = "" if tensor is None else _describe_origin(folder, tensor)
     subject = stretch.file if tensor is None else f"{tensor} ({stretch.file})"
     return CorruptError(
-        f"{subject}: its bytes are not those that were signed{part}",
+        f"{subject}: its bytes differ from those that were signed{part}",
         tensor=tensor,
         file=os.path.join(folder, *stretch.file.split("/")),
         got=got.hex(),
@@ -301,4 +301,4 @@ def _describe_origin(folder: str, tensor: str) -> str:
     files = list_text(sorted({source["file"] for source in sources}), 3)
     if not ranks:
         return ""
-    return f"; the tensor was made of {ranks_text(ranks)} ({files}), whose checksums a gather compares"
+    return f"; the tensor was made of {ranks_text(ranks)} ({files}); a gather compares their checksums"

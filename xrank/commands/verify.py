@@ -100,7 +100,7 @@ def verify_model(
             raise UsageError(
                 f"{option(name)} was given without {option('against')}",
                 got=option(name, os.fspath(value)),
-                want=f"{option('against')}, and a checkpoint that was gathered so",
+                want=f"{option('against')}, and a checkpoint that was gathered with it",
                 next_step="give both, or neither",
             )
     if signature is not None or public_key is not None:
@@ -113,7 +113,7 @@ def verify_model(
                 + ("without a key" if public_key is None else f"with {option(surplus or '')}"),
                 got="no public key" if public_key is None else option(surplus or ""),
                 want=f"{option('public_key')}, and no other comparison",
-                next_step=f"give {option('public_key', metavar='KEY')} alone with it",
+                next_step=f"give {option('public_key', metavar='KEY')} and nothing else with it",
             )
     given = base = None
     if layouts is not None:

@@ -125,8 +125,8 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
         launch = read_launch(environment.environ())
         if launch is not None and launch.world_size > 1 and mesh.size > 1:
             raise UsageError(
-                f"this process is rank {launch.rank} of {launch.world_size}, and there is no process group: each would "
-                "train a whole model of its own",
+                f"this process is rank {launch.rank} of {launch.world_size}, and there is no process group: each "
+                f"process would train a separate copy of the model",
                 rank=launch.rank,
                 next_step="call xrank.distribution.initialize() first",
             )
@@ -167,8 +167,8 @@ def _check_ranks(mesh: DeviceMesh) -> None:
         # torch sorts its groups by rank, which would contradict the mesh's order.
         if any(list(group) != sorted(group) for group in mesh.groups(axis)):
             raise LayoutError(
-                f"the ranks along {axis!r} descend: torch orders the parts of a dim by rank, so that they would be on "
-                "other devices than the mesh defines",
+                f"the ranks along {axis!r} descend: torch orders the parts of a dim by rank, so the parts would be on "
+                f"different devices than the mesh defines",
                 got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
                 next_step="give the mesh its devices in ascending order, as list_devices() returns them",
             )

@@ -202,10 +202,10 @@ def _plan_parameter(
     names: tuple[str, ...], parameter: nn.Parameter, mesh: DeviceMesh, layout_of: Callable[[str], TensorLayout | None]
 ) -> ParameterPlan:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
-        step = "run the module once on an input, then lay it out"
+        step = "run the module once on an input, then distribute it"
         raise UsageError(f"{names[0]} has no shape yet", tensor=names[0], next_step=step)
     if parameter.grad is not None:
-        step = "lay the module out before backward"
+        step = "distribute the module before backward"
         raise UsageError(f"{names[0]} already has a gradient", tensor=names[0], next_step=step)
     found: dict[str, tuple[Any, ...]] = {}
     for name in names:
@@ -226,7 +226,7 @@ def _plan_parameter(
         or parameter.placements != placements
     ):
         raise LayoutError(
-            f"{names[0]} already has another layout",
+            f"{names[0]} already has a different layout",
             tensor=names[0],
             got=str(parameter.placements),
             want=str(placements),
@@ -520,7 +520,7 @@ class ModelParallel(Distribution):
         unused = [rule for rule in self.layout_map if rule not in rules]
         if unused and self.strict:
             raise LayoutError(
-                f"the rule {unused[0]!r} of the LayoutMap is used for no parameter and no output",
+                f"the rule {unused[0]!r} of the LayoutMap matches no parameter and no output",
                 got=f"{len(unused)} such rules: {unused[:8]}",
                 want="patterns for whole names, as in named_parameters() of the outermost module, or NAME/output",
                 next_step="print the names; or pass strict=False to ModelParallel",

@@ -398,7 +398,7 @@ def embedding(
     given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if options.get(name)]
     if given:
         name = getattr(weight, NAMES, ("a table",))[0]
-        why = f"{name} cannot be laid out with {given[0]}: the result would not be that of one process"
+        why = f"{name} cannot be sharded with {given[0]}: the result would differ from that of one process"
         raise UsageError(why, tensor=name, next_step=f"make the embedding without {given[0]}")
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]

@@ -139,7 +139,7 @@ class FileSource:
                         f"{path} cannot be read at byte {offset:,}: {error.strerror}",
                         file=path,
                         got=errno.errorcode.get(error.errno or 0),
-                        next_step=f"check the disk or the server; then {AGAIN}, which goes on from finished files",
+                        next_step=f"check the disk or the server; then {AGAIN}, which resumes from the finished files",
                     ) from error
                 if n == 0:
                     raise CorruptError(
@@ -238,8 +238,8 @@ def _open_checked(file: SourceFile) -> int:
     try:
         fd = os.open(file.path, system.READ)
     except FileNotFoundError:
-        what = f"{file.path} was there when its metadata was read and is gone"
-        next_step = f"keep the source where it is while it is read, then {AGAIN}"
+        what = f"{file.path} has disappeared since its metadata was read"
+        next_step = f"keep the source in its place while it is read, then {AGAIN}"
         raise IncompleteError(what, file=file.path, next_step=next_step) from None
     # The descriptor's status, not the path's: the path may name another file by now.
     if SourceFile.from_status(file.path, os.fstat(fd)) != file:
@@ -253,7 +253,7 @@ def make_change_error(file: SourceFile) -> ContradictionError:
     return ContradictionError(
         f"{file.path} changed while it was being read",
         file=file.path,
-        got="another size, time of change or inode" if file.in_store is None else "another size or version",
+        got="a different size, modification time or inode" if file.in_store is None else "a different size or version",
         want=f"{file.nbytes:,} bytes, as when its metadata was read",
         next_step=f"let the ranks finish writing, then {AGAIN}",
     )

@@ -241,13 +241,13 @@ class ChangedSource(SourceLayer):
             yield
         except DamagedBodyError as error:
             name, path = self._describe(record, change)
-            problem = f"{name}: its body in {path} is damaged, or of another base"
+            problem = f"{name}: its changes in {path} are damaged, or belong to a different base"
             want = f"{change.encoding} of {int(self._nbytes[record]):,} bytes"
             raise CorruptError(problem, file=path, got=str(error), want=want, next_step=COPY, tensor=name) from error
 
     def _make_error(self, record: int, change: RecordChange, found: str) -> CorruptError:
         name, path = self._describe(record, change)
-        problem = f"{name}: {path} does not make the bytes that its writer had"
+        problem = f"{name}: {path} does not reproduce the bytes of its writer"
         got, want = f"{change.checksum_kind} {found}", change.checksum
         step = "copy this version again from where it was written; or, if that does not help, its base"
         return CorruptError(problem, file=path, got=got, want=want, next_step=step, tensor=name)

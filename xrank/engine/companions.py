@@ -60,7 +60,7 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
     model, or a checkpoint. Links to files are followed, links to folders are not; FIFOs, sockets and devices are left
     out.
 
-    UsageError if the path is not a folder, or may not be read; IncompleteError if a companion is a link to nothing.
+    UsageError if the path is not a folder, or may not be read; IncompleteError if a companion is a broken link.
     """
     if not places.is_folder(folder):
         next_step = f"give a model folder as {option('base_model')}"
@@ -76,7 +76,7 @@ def list_source_companions(folder: str) -> tuple[CompanionFile, ...]:
 def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], tuple[str, ...]]:
     """List the well-known companions in some folders, each from the first that has it, and notes on differing ones.
 
-    IncompleteError if one is a link to nothing.
+    IncompleteError if one is a broken link.
     """
     found: dict[str, CompanionFile] = {}
     others = []
@@ -86,7 +86,7 @@ def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], 
             if name in found:
                 first = found[name].path
                 if places.is_file(path) and not _is_same(first, path):
-                    others.append(f"{first} was taken; {path} differs from it")
+                    others.append(f"{first} was used; {path} differs from it")
             elif places.is_present(path) and _is_file(path):
                 found[name] = CompanionFile(name, path)
     return tuple(found[name] for name in sorted(found)), tuple(others)
@@ -199,8 +199,8 @@ def _is_file(path: str) -> bool:
         return stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
         got = f"a link to {os.readlink(path)!r}" if places.is_link(path) else "nothing"
-        next_step = "complete the folder (a download may have been interrupted), or let the link name what is there"
-        raise IncompleteError(f"{path}: is a link to nothing", file=path, got=got, next_step=next_step) from None
+        next_step = "complete the folder (a download may have been interrupted), or correct the link"
+        raise IncompleteError(f"{path}: is a broken link", file=path, got=got, next_step=next_step) from None
     except OSError:
         return False  # a link in a circle
 

@@ -104,6 +104,6 @@ class DecodedSource(SourceLayer):
         path, offset = self._model.files[int(records.file[record])].path, int(records.offset[record])
         owner = find_owner(self._model, record)
         what = f"{owner['tensor']}, {owner['index_range']}: " if owner else ""
-        what += f"{path} holds no sound chunk at byte {offset:,}"
+        what += f"{path} has a damaged chunk at byte {offset:,}"
         want = f"a frame of zstd with {int(self._nbytes[record]):,} bytes"
         return CorruptError(what, file=path, got=got, want=want, next_step=COPY, **owner)

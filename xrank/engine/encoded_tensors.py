@@ -141,7 +141,7 @@ def budget_of_bands(sources: Plan, numbers: Sequence[int], budget: Budget) -> Bu
         output = largest.tensors[0].output
         rows = largest.output.window_nbytes * output.shape[-2] // max(1, output.nbytes)
         raise UsageError(
-            f"{output.name}: {rows} rows of it, which have scales in common, do not fit into the memory",
+            f"{output.name}: {rows} rows with common scales do not fit into the memory",
             tensor=output.name,
             got=f"{budget.allowed_nbytes:,} bytes",
             want=f"{nbytes * 5 // 4:,} bytes",

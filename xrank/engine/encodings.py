@@ -574,8 +574,8 @@ def _as_finite(maxima: Array, name: str) -> Array:
     """Return maxima in fp32; raise an error if one of them is not finite."""
     maxima = maxima.astype(_F32)
     if not np.isfinite(maxima).all():
-        problem = f"{name} has values that are not finite, which have no scale"
-        step = "look for the step that made them"
+        problem = f"{name} has values that are not finite, so its scale cannot be computed"
+        step = "find the training step that made them"
         raise ContradictionError(problem, tensor=name, got="inf or nan", want="finite weights", next_step=step)
     return maxima
 

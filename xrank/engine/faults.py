@@ -156,7 +156,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             rank=rank,
             got="copies that differed, and are equal now",
             want="the same values until all of it is read",
-            next_step=f"let nothing write to the source meanwhile, then {AGAIN}",
+            next_step=f"do not write to the source meanwhile, then {AGAIN}",
         )
     first = found.first
     copies = tensor.copies
@@ -166,12 +166,12 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
     where = range_text(tensor.output.global_shape, address, address)
     record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
     path, tied = _file_of(plan, record), tensor.tied.get(record)
-    message = f"{name}: rank {rank} holds other values than rank {other_rank}"
+    message = f"{name}: rank {rank} holds different values than rank {other_rank}"
     want = "equal replicas"
     next_step = either(
         "find out why the ranks diverged, and make them equal",
         f"give {option('replicas', 'pick')}, which takes the lowest rank's and lists the differences",
-        needs("model_or_state_dict", f"if they are parts of one tensor, describe its cut with {option('layouts')}"),
+        needs("model_or_state_dict", f"if they are parts of one tensor, describe its layout with {option('layouts')}"),
     )
     if tied is not None:
         message = f"{tied} is tied to {name}, but rank {rank}'s differs from rank {other_rank}'s {name}"

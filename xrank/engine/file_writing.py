@@ -70,10 +70,10 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
         status = file.status
         if status.st_size != output.nbytes:
             raise CorruptError(
-                f"{path} has another size than it was given",
+                f"{path} does not have its expected size",
                 file=path,
                 got=f"{status.st_size:,} bytes",
-                next_step="let nothing write to the file meanwhile, and copy it again from where it was written",
+                next_step="do not write to the file meanwhile, and copy it again from where it was written",
             )
         header = file.read(0, len(output.header))
         fragments = tuple((at, file.read(at, len(data))) for at, data in output.fragments)
@@ -203,7 +203,7 @@ class WrittenFiles(Struct, frozen=True):
         # Sorted: the manifest must not depend on which thread or rank found one first.
         found = ((name, *one) for name, ranks in self.outcome.differences.items() for one in ranks.items())
         texts = (f"{name}: rank {rank} differs in {count:,} elements" for name, rank, count in sorted(found))
-        return tuple(("replicas-differ", f"{text}; the lowest rank's were taken") for text in texts)
+        return tuple(("replicas-differ", f"{text}; the lowest rank's were used") for text in texts)
 
 
 def write_files(
@@ -344,7 +344,7 @@ def _verify_stage(plan: Plan, stage: FolderStage, digests: dict[int, FileDigests
         found = reread(path, plan.files[index].output, budget)
         if found != expected:
             stage.discard(expected.name)
-            what = f"{path} does not read back as it was written"
+            what = f"{path} differs from what was written when it is read back"
             got, want = (digest_text(one.digest) for one in (found, expected))
             next_step = f"check the disk; then {AGAIN}, which writes this file again"
             raise CorruptError(what, file=path, got=got, want=want, next_step=next_step)

@@ -216,7 +216,7 @@ def find_problem(one: Holdings) -> LayoutError | None:
     if one.rule is None and not one.shares:
         dims = ", ".join(f"d{i}" for i in range(len(one.shape)))
         return LayoutError(
-            f"{one.name}: no rule says how it is cut",
+            f"{one.name}: no rule gives its layout",
             tensor=one.name,
             got=f"shape {list(one.shape)}",
             want="a rule for every tensor",
@@ -227,7 +227,7 @@ def find_problem(one: Holdings) -> LayoutError | None:
         return None
     what = {
         "gap": "held by no rank",
-        "overlap": f"held by {ranks_text(misfit.ranks)} in different cuts",
+        "overlap": f"held by {ranks_text(misfit.ranks)} in contradicting layouts",
         "outside": f"outside the tensor, on {ranks_text(misfit.ranks)}",
     }[misfit.kind]
     got = f"{one.text or 'what the ranks recorded'} of {list(one.shape)}"
@@ -299,7 +299,7 @@ class _Compiler:
             member_of = self._members.get(self.layouts.aliases[name], [])
         deciding = [each for each in (rule, companion, *member_of) if each is not None]
         if len(deciding) > 1:
-            what = f"{name}: several rules decide for it"
+            what = f"{name}: several rules match it"
             raise LayoutError(what, got=str(deciding), want="one", next_step="keep one of them")
         if not deciding:
             return start

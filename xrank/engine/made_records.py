@@ -139,7 +139,7 @@ class ScratchFile:
             folder = self._find_folder()
             what = f"{folder}: {os.strerror(error.errno or 0)}, where {self._what}"
             if error.errno in _NO_SPACE:
-                want, next_step = f"{self._nbytes:,} bytes beside the output", f"free space there, then {AGAIN}"
+                want, next_step = f"{self._nbytes:,} bytes next to the output", f"free space there, then {AGAIN}"
                 facts = {"needed_nbytes": self._nbytes}
                 raise NoSpaceError(what, file=folder, want=want, next_step=next_step, **facts) from error
             next_step = f"set TMPDIR to a folder on a disk with room, then {AGAIN}"

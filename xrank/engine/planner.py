@@ -216,7 +216,7 @@ def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None
             index_range=where,
             got=f"{fault.kind} at {where}",
             want=_ONCE,
-            next_step="report both layouts: this is a fault of xrank",
+            next_step="report both layouts: this is a bug in xrank",
         )
 
 
@@ -327,7 +327,7 @@ def coverage_error(
         # The gap ends where the next piece begins, which is exact for whole missing shards.
         end = min((nest.y for nest in table if nest.y > fault.address), default=num_elements)
         where = range_text(shard.shape, fault.address, end - 1)
-        what = f"{name}, {where}: no rank left these elements"
+        what = f"{name}, {where}: no rank wrote these elements"
         got = f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all"
         next_step = f"let the missing rank write again, then {AGAIN}; nothing was written"
         return IncompleteError(what, tensor=name, index_range=where, got=got, want=_ONCE, next_step=next_step)
@@ -343,7 +343,7 @@ def coverage_error(
         want = f"less than {num_elements:,}, the size of {list(shard.shape)}"
     else:
         holder, at = holders[-1] if holders else holder, range_text(shard.shape, fault.address, fault.address)
-        what = f"{name}, from {at} on: held twice, by {ranks_text(rank for rank, _ in holders)}, cut differently"
+        what = f"{name}, from {at} on: held twice, by {ranks_text(rank for rank, _ in holders)}, in different parts"
         got = ", ".join(f"rank {rank} in {path}" for rank, path in holders)
         want = f"{_ONCE}, or equal pieces as replicas"
     facts: dict[str, Any] = {"tensor": name, "rank": holder[0], "file": holder[1], "index_range": at}

@@ -191,7 +191,7 @@ def _await_sight(
                 rank=rank,
                 file=path,
                 got="nothing there",
-                want=f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place",
+                want=f"{os.path.dirname(path)} to be one folder that all hosts mount at the same path",
                 next_step=f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}",
             )
         sleep(_PAUSE_SECONDS)

@@ -35,7 +35,7 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
         if count > 1 and stride <= reach:
             got = f"strides {list(tensor.stride())} for the shape {list(tensor.shape)}"
             what = f"{name}: its elements share memory, so it cannot be filled"
-            raise UsageError(what, tensor=name, got=got, want="a contiguous tensor in its place")
+            raise UsageError(what, tensor=name, got=got, want="a contiguous tensor")
         reach += (count - 1) * stride
 
 

@@ -29,8 +29,8 @@ Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]
 """Function of a name and a whole tensor that returns tensors by name."""
 
 _NEXT_STEP = (
-    "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by item() or "
-    "an if, leave that out if tensor.is_meta, and return a new tensor: {name: the same one} copies"
+    "compute names, shapes and dtypes only from those of the tensor; if tensor.is_meta, skip code that reads values, "
+    "such as item() or an if; return a new tensor, as {name: the same tensor} copies it"
 )
 
 
@@ -126,10 +126,10 @@ def apply_transform(
     for key in (*told, *found):
         if told.get(key) != found.get(key):
             raise UsageError(
-                f"transform of {name} makes another {key} than it said",
+                f"transform of {name} returns a different {key} than for meta tensors",
                 tensor=name,
                 got=_text(found.get(key)),
-                want=f"{_text(told.get(key))}, as of a tensor on the meta device",
+                want=f"{_text(told.get(key))}, as for a tensor on the meta device",
                 next_step=_NEXT_STEP,
             )
     return [made[output.name] for output in outputs]
@@ -140,7 +140,7 @@ def _check_outputs(name: str, made: object, *, is_probe: bool = False) -> Mappin
         raise _output_error(name, f"returned {type(made).__name__}")
     for key, value in made.items():
         if not isinstance(key, str) or not key.isprintable() or ".." in re.split(r"[/\\]", key):
-            raise _output_error(name, f"returned a tensor under {key!r}, which is no name")
+            raise _output_error(name, f"returned a tensor under {key!r}, which is not a name")
         if key == "__metadata__":
             raise _output_error(name, "returned __metadata__, a name that safetensors keeps for itself")
         fault = _fault(value, is_probe=is_probe)
@@ -177,7 +177,7 @@ def _kind(name: str, key: str, value: torch.Tensor) -> tuple[str, str, tuple[int
     try:
         return key, dtypes.by_torch_name(torch_name).name, tuple(value.shape)
     except UsageError:
-        raise _output_error(name, f"returned {key} of torch.{torch_name}, which no safetensors file holds") from None
+        raise _output_error(name, f"returned {key} of torch.{torch_name}, which safetensors does not support") from None
 
 
 def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
@@ -366,7 +366,7 @@ def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ..
                 other = owners[output.name] or "a tensor that is copied"
                 problem = f"{output.name}: two tensors would have this name"
                 got = f"the output of transform for {source}, and {other}"
-                step = "let transform give other names"
+                step = "return different names from transform"
                 raise UsageError(problem, tensor=output.name, got=got, want="one", next_step=step)
             owners[output.name] = f"its output for {source}"
 

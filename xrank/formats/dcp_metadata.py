@@ -100,7 +100,7 @@ def read_metadata(path: str) -> DcpMetadata:
             raise origin.corrupt("is empty", got="0 bytes", want="the pickled metadata of a checkpoint")
         # A false file may be long and empty (sparse): look at its ends before reading it.
         if file.read(0, 1) != PROTOCOL or file.read(file.nbytes - 1, 1) != bytes([STOP]):
-            raise origin.corrupt("is not a whole pickle", want="the pickled metadata of a checkpoint")
+            raise origin.corrupt("is not a complete pickle", want="the pickled metadata of a checkpoint")
         status = file.status
         # The search for cycles among millions of objects without any would double the time.
         with pause_collection():

@@ -124,7 +124,7 @@ def parse_facts(metadata: Mapping[str, Any], file: str) -> DeltaFacts | None:
 
 def _refuse(file: str, key: str, got: object, want: str) -> CorruptError:
     text = json.dumps(got, default=str)[:80]
-    next_step = "copy the version again from where it was written, or let its writer name what xrank knows"
+    next_step = "copy the version again from where it was written, or write it with a value that xrank supports"
     return CorruptError(f"{file}: {key} is not known", file=file, got=text, want=want, next_step=next_step)
 
 

@@ -143,7 +143,8 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> list[InertRecor
                     # A container inside itself also ends here: its size stays unknown while it is open.
                     if len(path) >= MAX_DEPTH:
                         raise origin.corrupt(
-                            "the pickled state is nested too deep, or holds itself", want=f"at most {MAX_DEPTH} levels"
+                            "the pickled state is nested too deep, or contains itself",
+                            want=f"at most {MAX_DEPTH} levels",
                         )
                     path.append(_Visit(child))
                     break

@@ -304,7 +304,7 @@ def state_error(file: str, rank: int | None, got: str, want: str) -> CorruptErro
     """Return the error for an unexpected value in a state."""
     whose = "a rank" if rank is None else f"rank {rank}"
     return CorruptError(
-        f"{file}: the state of {whose} is not what was written: {got}",
+        f"{file}: the state of {whose} differs from what was written: {got}",
         rank=rank,
         file=file,
         got=got,

@@ -136,7 +136,7 @@ def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
         elif _nbytes(tensor.shape, width, tensor.end) != tensor.end - tensor.start:
             fault = f"its bytes {tensor.start} to {tensor.end} do not fit its shape"
         if fault is not None:
-            problem = f"no header can list {quote(tensor.name)}: {fault}"
+            problem = f"a safetensors header cannot describe {quote(tensor.name)}: {fault}"
             step = "give the tensor another name or size"
             raise UsageError(problem, tensor=tensor.name, next_step=step)
         names.add(tensor.name)

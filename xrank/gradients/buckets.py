@@ -446,7 +446,7 @@ class BucketSync:
             rank = self.plan.rank
             self.faults += [
                 At(planned.name, rank).fault(
-                    f"no gradient came on rank {rank} in this step",
+                    f"rank {rank} computed no gradient in this step",
                     'use it in a micro-batch, freeze it before the plan is made, or set unused="zero"',
                 )
                 for planned, count in zip(self.plan.parameters, self.arrivals, strict=True)
@@ -522,16 +522,16 @@ class BucketSync:
         planned, rank = self.plan.parameters[index], self.plan.rank
         if self.is_finished:
             fault = At(planned.name, rank).fault(
-                f"a gradient came on rank {rank} after the step's gradients were exchanged",
+                f"rank {rank} computed a gradient after the step's gradients were exchanged",
                 "call zero_grad_buffer() before the first backward of every step",
             )
         else:
             fault = At(planned.name, rank).fault(
-                f"a gradient came on rank {rank} after its bucket {planned.bucket} had left",
+                f"rank {rank} computed a gradient after its bucket {planned.bucket} was sent",
                 "run all but the last micro-batch inside no_sync(), or set overlap_grad_reduce=False",
                 f"gradient {self.arrivals[index] + 1} of the step, when {self.next_bucket} of {len(self._members)} "
-                "buckets had left",
-                "one backward outside of no_sync() in a step, the last, which comes to each parameter once",
+                f"buckets were sent",
+                "only the last backward of a step outside of no_sync(), with one gradient for each parameter",
             )
         self.faults.append(fault)
 
@@ -620,8 +620,8 @@ class GradientHooks:
             # torch has scaled the gradient by its own rules, not by the plan's.
             self._sync.faults.append(
                 At(planned.name, rank).fault(
-                    f"on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
-                    f"leave {axis} out of the mesh of the activations: gradients along it are added up here",
+                    f"on rank {rank} torch keeps its gradient as parts along {axis}, and would sum it itself",
+                    f"leave {axis} out of the mesh of the activations: gradients along it are summed here",
                     f"activations that are DTensors along {axis}",
                 )
             )

@@ -127,7 +127,7 @@ def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding
             for start, stop in sorted(slices):
                 covered = max(covered, stop) if start <= covered else covered
             if covered < plan[name].numel:
-                message = f"no rank has element {covered} after the exchange, so no optimizer steps it"
+                message = f"no rank has element {covered} after the exchange, so no optimizer updates it"
                 findings.append(GradientFinding("missing", name, ranks, message))
     return findings
 
@@ -202,14 +202,14 @@ def _describe_difference(
     for rank, text in by_rank.items():
         groups.setdefault(text, []).append(rank)
     if len(groups) == len(by_rank):
-        how = "each rank has another value"
+        how = "each rank has a different value"
     else:
         how = "; ".join(f"{ranks_text(ranks)} have one and the same" for ranks in groups.values() if len(ranks) > 1)
         alone = [ranks[0] for ranks in groups.values() if len(ranks) == 1]
         if alone:
             how += f", {ranks_text(alone)} another"
     if len({text.rpartition(" ")[0] for text in groups}) > 1:
-        return f"copies along {join_words(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
+        return f"copies along {join_words(axes)} differ: {how} ({' or '.join(sorted(groups))})"
     by = "" if difference is None else f", by up to {difference:.3g} at element {at} of those that are compared"
     return f"copies along {join_words(axes)} are not equal{by}: {how}"
 
@@ -363,7 +363,7 @@ def describe_factor(ratio: float, plan: GradientPlan, planned: PlannedParameter)
     times = f"{ratio:.4g} times" if ratio > 1 else f"1/{1 / ratio:.4g} of"
     start = f"it is {times} that of one process"
     if not axes:
-        return f"{start}, which is not a length of an axis: see numbers of micro-batches and of tokens"
+        return f"{start}, which is not the length of an axis: check the numbers of micro-batches and tokens"
     alternatives = " or ".join(axes)
     if "/" in alternatives:
         return f"{start}, which is {alternatives}: it was divided by one of them, and the other is right"
@@ -444,7 +444,7 @@ def explain_missing_sums(
 
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"
 
-_GIVE_WRAPPER = "give the wrapper itself, check_gradients(ddp, plan), in the place of a dict, on all ranks"
+_GIVE_WRAPPER = "give the wrapper itself, check_gradients(ddp, plan), instead of a dict, on all ranks"
 _PREFIX = "module."
 """Prefix that wrappers of modules put before names: torch's wrapper once, Megatron's once for each."""
 

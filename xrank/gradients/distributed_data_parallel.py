@@ -52,7 +52,7 @@ def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire
         for rank, (planned_rank, found) in places.items():
             if planned_rank != rank:
                 raise At(rank=rank).error(
-                    f"rank {rank} has the plan of rank {planned_rank}, which owns other elements",
+                    f"rank {rank} has the plan of rank {planned_rank}, which owns different elements",
                     "let every rank make its own plan, GradientPlan.from_module without rank=",
                 )
             if found != places[first][1]:
@@ -72,7 +72,7 @@ def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire
             for bucket in plan.buckets
             if bucket.buffer in buffers
         )
-        mine[" ".join(map(str, ranks))] = [*found, f"buckets leave in the order {order} (buffer.bucket)"]
+        mine[" ".join(map(str, ranks))] = [*found, f"buckets are sent in the order {order} (buffer.bucket)"]
     digests = {key: xxh128_hexdigest("\n".join(found).encode()) for key, found in mine.items()}
     received = {rank: json.loads(text) for rank, text in wire.exchange(json.dumps(digests), everyone).items()}
     for key in sorted({key for digests in received.values() for key in digests}):
@@ -145,7 +145,7 @@ def _match_parameters(module: Modules, plan: GradientPlan) -> dict[str, torch.nn
         for name, inner in part.named_modules():
             if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
                 raise At(name or "the module", plan.rank).usage_error(
-                    "torch's DistributedDataParallel wraps it, and both would send gradients",
+                    "torch's DistributedDataParallel wraps it, and both would reduce gradients",
                     "make the plan and the wrapper from its .module",
                 )
     found = dict(iter_parameters(module))

@@ -273,7 +273,7 @@ def finalize_model_grads(models: Models, num_tokens: torch.Tensor | float | None
             name = chunk.plan.parameters[0].name if chunk.plan.parameters else None
             raise At(name, chunk.plan.rank).error(
                 "gradients of this step were exchanged already",
-                "call zero_grad_buffer() at the start of every step, and finalize_model_grads alone at its end",
+                "call zero_grad_buffer() at the start of every step, and only finalize_model_grads at its end",
                 "finalize_model_grads after it, or after finish_grad_sync",
                 "finalize_model_grads once in a step: a second sum would count every replica twice",
             )
@@ -318,8 +318,8 @@ def _token_faults(chunk: DistributedDataParallel, num_tokens: torch.Tensor | flo
     if not _is_last_stage(chunk):
         return []
     if num_tokens is None:
-        text = f"rank {rank} gives no num_tokens, by which calculate_per_token_loss=True divides its gradients"
-        return [at.fault(text, "give num_tokens on the last stage, on each rank the tokens of its batch that count")]
+        text = f"rank {rank} gives no num_tokens, but calculate_per_token_loss=True divides gradients by it"
+        return [at.fault(text, "on the last stage, give num_tokens: the number of counted tokens in the rank's batch")]
     got = None
     if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() != 1:
         got = f"a tensor of shape {list(num_tokens.shape)}"

@@ -63,13 +63,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, slices: Iterable[Any], *, 
     if part is None or (mixing is None and (is_elementwise or _find_listed(optimizer) is not None)):
         return
     if mixing is not None:
-        why = f"{mixing} steps an element by the others of its parameter"
+        why = f"{mixing} updates each element from other elements of its parameter"
         next_step = (
-            "use AdamW for cut parameters; use_distributed_optimizer=False leaves those whole that tp does not cut"
+            "use AdamW for sharded parameters; with use_distributed_optimizer=False, parameters that tp does not "
+            "split stay whole"
         )
     else:
-        why = f"{kinds[0]} is not known to step each element by itself"
-        next_step = "if it does, call shards.attach(optimizer, elementwise=True); else use AdamW for cut parameters"
+        why = f"{kinds[0]} may not update each element independently"
+        next_step = "if it does, call shards.attach(optimizer, elementwise=True); else use AdamW for sharded parameters"
     at = At(part.name, part.model.plan.rank)
     raise at.usage_error(f"{why}, and this rank holds a part", next_step, f"a slice of shape {list(part.shape)}")
 
@@ -123,7 +124,8 @@ def _check_first_step(optimizer: torch.optim.Optimizer, arguments: Any, options:
             )
         if hasattr(parameter, "main_grad"):
             raise At().usage_error(
-                f"a parameter of shape {list(parameter.shape)} has its gradient in main_grad, where no step finds it",
+                f"a parameter of shape {list(parameter.shape)} has its gradient in main_grad, where the optimizer "
+                f"does not find it",
                 "make the optimizer over ParameterShards(ddp).parameters(), or map_groups(groups), and attach it",
             )
     _SEEN.add(optimizer)

@@ -149,7 +149,7 @@ def as_mesh_views(mesh: Any, axes: Mapping[str, str] | None = None) -> MeshViews
         views = MeshViews(describe_mesh(mesh))
     else:
         raise At().layout_error(
-            f"the mesh is a {type(mesh).__name__}, and not a DeviceMesh of xrank or torch, or MeshViews",
+            f"the mesh is a {type(mesh).__name__}, not a DeviceMesh of xrank or torch, or MeshViews",
             _SEE_VIEWS,
         )
     aliases = {**AXIS_ALIASES, **(axes or {})}
@@ -180,14 +180,15 @@ def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:
     for axis in mesh.axis_names:
         if axis not in known:
             raise At().layout_error(
-                f"the mesh {mesh.grid!r} has the axis {axis!r}, along which gradients have no known meaning",
+                f"the mesh {mesh.grid!r} has the axis {axis!r}, but it is unknown how gradients are reduced along it",
                 f"map it to its kind of parallelism: axes={{{axis!r}: 'dp'}}; dp is for replicas",
                 want=f"axes among {', '.join(sorted(known))}",
             )
     for one, other in (("dp", "edp"), ("tp", "etp")):
         if {one, other} <= names:
             raise At().layout_error(
-                f"the mesh {mesh.grid!r} has both {one!r} and {other!r}: two factorings of the ranks are two meshes",
+                f"the mesh {mesh.grid!r} has both {one!r} and {other!r}: two factorizations of the ranks need two "
+                f"meshes",
                 _SEE_VIEWS,
             )
 
@@ -338,8 +339,8 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
             if placement.is_partial():
                 if any(one not in ("tp", "etp") for one in axes):
                     raise At(name, place.rank).layout_error(
-                        f"its values are partial sums along {axis!r}, along which parameters are copies or cut",
-                        f"use Replicate or Shard in place of {placement!r}",
+                        f"its values are partial sums along {axis!r}, but parameters must be replicated or sharded",
+                        f"use Replicate or Shard instead of {placement!r}",
                     )
                 partial += axes
             elif not placement.is_replicate():
@@ -365,7 +366,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     if over_tp == "unknown" and num_parts > 1 and tensor_axis not in sharded:
         raise At(name, place.rank).usage_error(
             f"it is unknown whether its gradients along {tensor_axis} are parts: by its name it norms queries or keys",
-            'set GradientConfig(qk_layernorm=True) if heads are cut along it, else mark(parameter, over_tp="own")',
+            'set GradientConfig(qk_layernorm=True) if heads are sharded along it, else mark(parameter, over_tp="own")',
             f"{num_parts} ranks along {tensor_axis}",
         )
     if over_tp in ("sum", "average") and num_parts > 1 and tensor_axis in sharded and reason is not _BY_NAME:

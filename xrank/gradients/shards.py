@@ -212,8 +212,9 @@ class ParameterShards:
             # A replaced .data leaves the shard with the old memory, and the step would change nothing.
             if values.dtype == shard.dtype and values.numel() and values.data_ptr() != shard.data_ptr():
                 raise At(name, self.slices[name].model.plan.rank).error(
-                    "its data was replaced, and no longer shares the memory of its shard, which the optimizer steps",
-                    "construct ParameterShards and the optimizer again; copy into parameters, do not replace",
+                    "its data was replaced, so the optimizer would update the old memory of its shard",
+                    "construct ParameterShards and the optimizer again; copy into parameters instead of replacing "
+                    "their data",
                 )
             shard.grad = self.slices[name].gradient()
 
@@ -342,7 +343,7 @@ def clip_grad_norm(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise At().error(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped",
-            "set GradientConfig(check_for_nan_in_grad=True), which names the parameter; or error_if_nonfinite=False",
+            "set GradientConfig(check_for_nan_in_grad=True), which names the parameter, or error_if_nonfinite=False",
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for model in list_models(models):
@@ -762,10 +763,10 @@ def _check_shape(name: str, tensor: torch.Tensor, one: OwnedSlice) -> torch.Tens
     if tuple(tensor.shape) != one.shape:
         raise At(name, one.model.plan.rank).usage_error(
             f"its shape {list(tensor.shape)} is not that of this rank's slice, {list(one.shape)}",
-            "use an optimizer that works by element: states that mix elements of a parameter cannot be cut",
+            "use an optimizer that works by element: states that mix elements of a parameter cannot be sharded",
         )
     return tensor
 
 
 def _make_clash_error(name: str) -> UsageError:
-    return At(name).usage_error("two tensors have this name", "let names= return different names of the whole model")
+    return At(name).usage_error("two tensors have this name", "return different names of the whole model from names=")

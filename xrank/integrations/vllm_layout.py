@@ -47,7 +47,7 @@ def record_vllm_layouts(
     shapes = open_base_model(model).tensors
     if not shapes:
         raise UsageError(
-            f"{model} has no weights whose names and shapes can be read",
+            f"{model} has no weights with readable names and shapes",
             file=os.fspath(model),
             next_step="name the folder of the model's safetensors files",
         )
@@ -71,10 +71,10 @@ def _engine_config(model: str, tp: int, pp: int, ep: bool, trust_remote_code: bo
         config.model_config.verify_with_parallel_config(parallel)
     except ValueError as error:
         raise UsageError(
-            f"vLLM cannot run {model} in these parts",
+            f"vLLM cannot run {model} with these sizes of parallelism",
             file=model,
             got=str(error)[:300],
-            next_step="choose sizes with which vLLM starts",
+            next_step="choose sizes that vLLM accepts",
         ) from error
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
         try:

@@ -65,7 +65,7 @@ class XrankTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
         if source is not None:
             raise UsageError(
                 'backend "xrank" reads the weights of each rank in place',
-                next_step="leave source out, and give the model in XrankTrainerInitInfo",
+                next_step="omit source, and give the model in XrankTrainerInitInfo",
             )
         options = {name: getattr(init_info, name) for name in XrankTrainerInitInfo.__annotations__ if name != "backend"}
         offer = offer_weights(**options, on_engine_failure="raise")  # as vLLM's client, on the sender

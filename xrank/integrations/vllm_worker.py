@@ -179,8 +179,8 @@ def _fill(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 
 def _refuse(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     raise UsageError(
-        "vLLM takes scales of the key-value cache at its start alone",
-        next_step="leave the scales of keys, values and queries out of what the trainer offers",
+        "vLLM takes scales of the key-value cache only at its start",
+        next_step="do not offer the scales of keys, values and queries from the trainer",
     )
 
 

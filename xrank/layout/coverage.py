@@ -102,8 +102,8 @@ def _repeat_rows(repeats: IntArray) -> tuple[IntArray, IntArray]:
 
 def _check_size(num_boxes: int) -> None:
     if num_boxes > MAX_BOXES:
-        what = "the cuts of one tensor do not fit each other: the proof would need too many boxes"
-        next_step = "choose a layout whose cuts are multiples of each other"
+        what = "the cuts of one tensor are too irregular: the proof would need too many boxes"
+        next_step = "choose a layout with cuts at multiples of each other"
         raise LayoutError(what, got=f"{num_boxes:,} boxes", want=f"at most {MAX_BOXES:,}", next_step=next_step)
 
 
@@ -164,7 +164,7 @@ def _compare_corners(
     sizes = [int(all_upper[:, d].max()) + 1 for d in cut]
     if math.prod(sizes) >= 1 << 63:
         what = "a tensor is too large for the proof of coverage"
-        next_step = "report this shape: no known checkpoint has it"
+        next_step = "report this shape as a bug of xrank"
         raise LayoutError(what, got=f"{math.prod(sizes):,} corners", want="fewer than 2**63", next_step=next_step)
     covered = _corner_keys(lower, upper, cut, sizes)
     whole = _corner_keys(whole_lower, whole_upper, cut, sizes)

@@ -110,7 +110,7 @@ def read_layout_file(file: str) -> LayoutFile:
             content = stream.read(MAX_FILE_NBYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = (isinstance(error, OSError) and error.strerror) or error
-        next_step = "name a layout file that can be read; xrank layout show PATH --toml prints one to start from"
+        next_step = "give a readable layout file; xrank layout show PATH --toml prints one that you can edit"
         raise UsageError(f"the layout file {file} cannot be read: {reason}", file=file, next_step=next_step) from error
     if len(content) > MAX_FILE_NBYTES:
         raise LayoutError(f"{file} is too large for a layout file", file=file, want=f"at most {MAX_FILE_NBYTES} bytes")
@@ -140,7 +140,7 @@ def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
     aliases = tables.get("alias", {})
     for name, target in aliases.items():
         if not isinstance(target, str) or name == target:
-            raise _wrong(file, f"the alias {name!r} names no other tensor", target, "a name")
+            raise _wrong(file, f"the alias {name!r} does not name a different tensor", target, "a name")
         if target in aliases:
             problem = f"the alias {name!r} stands for {target!r}, an alias itself"
             raise _wrong(file, problem, want="the name of a tensor with a layout")
@@ -465,7 +465,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             raise LayoutError(what, file=file, got=ascii(error.object[error.start])) from error
         except OSError as error:
             what = f"the layout file {file} cannot be written: {error.strerror}"
-            next_step = "write the file into a folder that exists and may be written to"
+            next_step = "write the file into an existing, writable folder"
             raise UsageError(what, file=file, next_step=next_step) from error
 
     def diff(self, other: LayoutMap) -> LayoutDiff:
@@ -492,7 +492,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         for pattern, layout in self._layouts.items():
             if layout.device_mesh != self.device_mesh:
                 grid = None if self.device_mesh is None else self.device_mesh.grid
-                what = f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot express"
+                what = f"the layout of {pattern!r} has a different mesh than the LayoutMap, which a file cannot express"
                 raise LayoutError(what, tensor=pattern, got=repr(layout), want=f"the mesh {grid!r}")
         rules = {pattern: str(value) for pattern, value in (*self._layouts.items(), *self.companions.items())}
         return LayoutFile(self.device_mesh, self.views, self.sizes, rules, self.aliases)
@@ -750,10 +750,10 @@ def base_of_shape(
                 found.add(base)
     if len(found) != 1:
         raise LayoutError(
-            f"{name}: no single shape of its base follows from {companion}",
+            f"{name}: {companion} does not determine the shape of its base",
             tensor=name,
             got=f"{list(shape)}; bases {sorted(map(list, found))[:4]}",
-            want="one tensor, or several of one shape, that it belongs to",
-            next_step="give the base's rule for these tensors alone",
+            want="one base tensor, or several with the same shape",
+            next_step="give a rule with the base for only these tensors",
         )
     return found.pop()

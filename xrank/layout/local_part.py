@@ -162,7 +162,7 @@ def unknown_size_error(of: str, name: str, *, has_shape: bool = True) -> LayoutE
     """Return the error that a name's size is unknown, and does not follow from a shape if there is one."""
     return LayoutError(
         f"the size {name!r} of {of} is not known",
-        got=f"no size {name!r}" + (f", and no dim that leaves {name!r} alone to be found" if has_shape else ""),
+        got=f"no size {name!r}" + (f", and no dim determines {name!r}" if has_shape else ""),
         want=f"the number that {name!r} stands for",
         next_step=f"give it in sizes={{{name!r}: ...}}, or in the [sizes] table of a layout file",
     )
@@ -316,7 +316,7 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
                 raise LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)
             each = size // length
             what = f"{render_dim(split)}: {each} positions on each of {length} ranks are not a multiple of {unit}"
-            next_step = f'write "/={split.axis}%{unit}" if some ranks hold a block more than others'
+            next_step = f'write "/={split.axis}%{unit}" if some ranks hold one more block than others'
             raise LayoutError(
                 what, got=f"{got}, {each} each", want=f"a multiple of {length * unit}", next_step=next_step
             )
@@ -435,11 +435,11 @@ def places_of(
     """
     # Identity first: equality compares the tuples of all ranks, for each rank and tensor.
     if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
-        what = f"the layout {layout} belongs to another mesh"
+        what = f"the layout {layout} belongs to a different mesh"
         raise LayoutError(what, got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}")
     if layout.tree.view is not None and layout.view_mesh is None:
         # The view's axes may have the mesh's names with other lengths.
-        what = f"the layout {layout} names a view, and its mesh with views is not attached"
+        what = f"the layout {layout} names a view, but has no mesh with views"
         want = f"a layout with the view {layout.tree.view!r}"
         next_step = "attach the mesh and its views by TensorLayout.with_mesh"
         raise LayoutError(what, got=f"the mesh {mesh.grid!r} alone", want=want, next_step=next_step)

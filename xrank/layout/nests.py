@@ -213,5 +213,5 @@ def _spend(iterations: int, budget: list[int], a: Nest, b: Nest) -> None:
         what = "two layouts cut one tensor with strides that do not divide each other"
         got = f"strides {[loop[1] for loop in a.loops]} against {[loop[1] for loop in b.loops]}"
         want = f"at most {MAX_UNROLLED} pieces for a pair of shards"
-        next_step = "choose a layout whose cuts are multiples of the other's"
+        next_step = "choose a layout with cuts at multiples of the other layout's"
         raise LayoutError(what, got=got, want=want, next_step=next_step)

@@ -143,7 +143,7 @@ class TensorLayout:
                 return cls._make(tree, device_mesh, view_mesh)
         except RecursionError:
             pass
-        raise LayoutError(f"no layout's text has these dims: {str(text)[:200]!r}", got=repr(text)[:200])
+        raise LayoutError(f"these dims cannot be written as a layout's text: {str(text)[:200]!r}", got=repr(text)[:200])
 
     @classmethod
     def parse(

@@ -461,7 +461,7 @@ def draw_summary(found: Survey, groups: Sequence[Sequence[Holdings]]) -> Iterato
     is_known = all(one.dtype in DTYPES for one in found.tensors)  # then sizes are bytes
     held = sum_held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if is_known and dtype else 1)
     facts = [(f"{len(found.tensors):,}", "tensor" if len(found.tensors) == 1 else "tensors")]
-    facts += [(f"{len(groups):,}", "different shapes and cuts")] if len(groups) < len(found.tensors) else []
+    facts += [(f"{len(groups):,}", "different shapes and layouts")] if len(groups) < len(found.tensors) else []
     facts += [(f"{sum(math.prod(one.shape) for one in found.tensors):,}", "elements")]
     if is_known:
         total = sum(math.prod(one.shape) * DTYPES[one.dtype].nbytes for one in found.tensors if one.dtype in DTYPES)
@@ -602,8 +602,8 @@ def draw_survey(found: Survey, *, max_parts: int = 64, is_searchable: bool = Fal
         yield from rows
         yield "</table></div></details>"
     for title, names in (
-        ("Tensors that no rule decides for", found.unmatched),
-        ("Rules that decide for no tensor", found.unused),
+        ("Tensors without a rule", found.unmatched),
+        ("Rules that match no tensor", found.unused),
     ):
         if names:
             yield f'<h2 class="bad">{title}</h2><ul>'
@@ -673,7 +673,7 @@ def _draw_group(number: int, group: Sequence[Holdings], max_parts: int) -> Itera
     if one.lost:
         yield f'<p class="bad">lost: the part of {page_text(ranks_text(one.lost, compact=True))}</p>'
     if one.sums:
-        yield f"<p>addends: the values are sums over {page_text(', '.join(one.sums))}</p>"
+        yield f"<p>partial sums: the values are the sums over {page_text(', '.join(one.sums))}</p>"
     if one.shares:
         yield '<div class="side"><div class="pictures">'
         yield from draw_tensor(one)

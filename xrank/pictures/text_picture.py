@@ -272,7 +272,7 @@ def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
     for group in group_alike(found.tensors):
         lines += ["", *_tensor_lines(group, max_parts)]
     lines += _amount_lines(found)
-    lists = (("no rule decides for", found.unmatched), ("rules that decide for no tensor", found.unused))
+    lists = (("no rule for", found.unmatched), ("rules that match no tensor", found.unused))
     for title, names in lists:
         if names:
             lines += ["", title, *(f"  {line}" for line in first_lines([*map(one_line, names)], max_parts))]
@@ -300,9 +300,9 @@ def _tensor_lines(group: Sequence[Holdings], max_parts: int) -> list[str]:
     if one.problem is not None:
         return [*lines, f"  ! {one_line(one.problem.message)}"]
     if one.rule is None and not one.shares:
-        return [*lines, "  ! no rule decides for it"]
+        return [*lines, "  ! no rule for it"]
     if one.sums:
-        lines.append(f"  addends: the values are sums over {', '.join(one.sums)}")
+        lines.append(f"  partial sums: the values are the sums over {', '.join(one.sums)}")
     rows = _rows(one, max_parts)
     widths = [max((len(row[i]) for row in rows if len(row) > 1), default=0) for i in range(3)]
     for row in rows:

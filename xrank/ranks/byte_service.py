@@ -174,7 +174,7 @@ class PeerConnection:
             nonce = os.urandom(NONCE_NBYTES)
             self._send(nonce + reader_proof(token, challenge, nonce), tick)
             if not hmac.compare_digest(self._receive(PROOF_NBYTES, tick), lender_proof(token, challenge, nonce)):
-                raise PeerGoneError("another process than the lender answers there")
+                raise PeerGoneError("a different process answers there")
         except BaseException:
             sock.close()
             raise

@@ -79,7 +79,7 @@ class MessageReceipt(Struct, frozen=True):
 
 def make_receipt_error(text: str, rank: int) -> CorruptError:
     """Return the error for a text from a rank that is not the receipt of a message."""
-    return damage_error(f"rank {rank} sent a receipt that names no message", ascii(text[:200]), rank=rank)
+    return damage_error(f"rank {rank} sent a receipt without a message", ascii(text[:200]), rank=rank)
 
 
 def write_message(directory: str, name: str, header: bytes, buffers: Sequence[memoryview]) -> MessageReceipt:

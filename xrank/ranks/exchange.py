@@ -46,7 +46,7 @@ def is_data_class(kind: type) -> bool:
 def name_of(kind: type, where: str) -> str:
     """Return the name by which another process finds a class; UsageError if its module does not contain it."""
     if _look_up(kind.__module__, kind.__qualname__) is not kind:
-        what = f"{where} is of a class that its module does not contain, so no other process can find it"
+        what = f"{where} has a class that is not at the top level of its module, so other processes cannot find it"
         raise UsageError(what, got=kind.__qualname__, next_step="move the class to its module's top level")
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -60,7 +60,7 @@ def find_class(name: str, *, is_enum: bool = False) -> Any:
         raise UsageError(what, got=name, next_step=f"import {module} on the first rank before the gather")
     if isinstance(found, type) and (issubclass(found, enum.Enum) if is_enum else is_data_class(found)):
         return found
-    what = f"{name} was sent as a class of data, and is not one"
+    what = f"{name} was sent as a data class, but is not one"
     raise UnsafeError(what, got=repr(found)[:100], next_step=SAME_VERSION)
 
 
@@ -86,7 +86,7 @@ def read_attributes(value: object, where: str) -> tuple[dict[str, Any], list[str
             raise UsageError(
                 f"{where} has the attribute {name!r}",
                 want="text without leading and trailing double underscores",
-                next_step="send its value beside this one, under another name",
+                next_step="send its value separately, under a different name",
             )
     for name, slot in _slots(kind).items():
         # Not getattr: a slot may be hidden by a property, and an unset one would call __getattr__.
@@ -433,7 +433,7 @@ class WriterMessage(NamedTuple):
             return cls(call, description, payload[receipt_at:content_at].decode(), bytearray(payload[content_at:]))
         except (ValueError, TypeError, struct.error) as error:
             raise damage_error(
-                f"the message of rank {rank} is not one of a gather", str(error)[:200], rank=rank
+                f"the message of rank {rank} is not from a gather", str(error)[:200], rank=rank
             ) from None
 
 
@@ -617,7 +617,7 @@ class GatherExchange:
         if len(classes) > 1:
             (one, rank), (other, other_rank) = list(classes.items())[:2]
             raise ContradictionError(
-                f"rank {other_rank} seems to be at another gather than rank {rank}: they sent different classes",
+                f"rank {other_rank} seems to be in a different gather than rank {rank}: they sent different classes",
                 rank=other_rank,
                 got=f"a {other.__qualname__}",
                 want=f"a {one.__qualname__}, as of rank {rank}, in {call}",
@@ -628,7 +628,7 @@ class GatherExchange:
         function, key, place, tree, rows = received.description
         if received.call != call.number or function != call.function or key != call.key:
             made = str(Call(received.call, function, key, place, call.deadline))
-            what = f"rank {rank} is at another gather than rank {self.group.rank}"
+            what = f"rank {rank} is in a different gather than rank {self.group.rank}"
             next_step = "all ranks in `ranks` must make the same gathers in the same order"
             raise ContradictionError(what, rank=rank, got=made, want=str(call), next_step=next_step)
         if not received.receipt:

@@ -70,7 +70,7 @@ class FailureRecord(Struct, frozen=True):
         try:
             cause = f"{type(error).__name__}: {marked(str(error))}"
         except Exception as failure:  # the user's class: the others must still learn that this rank failed
-            cause = f"{type(error).__name__}: (its text is unknown: str() of it raised {type(failure).__name__})"
+            cause = f"{type(error).__name__}: (its text is unknown: its str() raised {type(failure).__name__})"
         if isinstance(error, XrankError):
             cause += "".join(f"; {word} {marked(part)}" for word in ("got", "want") if (part := getattr(error, word)))
         absent = error.waiting_for if isinstance(error, RankTimeoutError) else ()
@@ -137,7 +137,7 @@ def damage_error(what: str, got: str, want: str | None = None, *, rank: int | No
 def absence_error(absent: Sequence[int], ranks: Sequence[int], deadline: Deadline, where: str = "") -> RankTimeoutError:
     """Return the error that names ranks that did not come in time."""
     return RankTimeoutError(
-        f"{ranks_text(absent)} did not come{where} within {deadline.timeout_seconds:g} s",
+        f"{ranks_text(absent)} did not arrive{where} within {deadline.timeout_seconds:g} s",
         rank=absent[0],
         waiting_for=tuple(absent),
         want=f"all of {ranks_text(ranks)}",

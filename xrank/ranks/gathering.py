@@ -643,8 +643,8 @@ class Gather(AbstractContextManager[list[Any]]):
         if opened is None or _is_finalizing() or opened.pid != os.getpid():
             return  # the end of a process is noticed as such
         error = UsageError(
-            f"{opened.call} was entered, and dropped without being left",
-            next_step="enter gathers by `with`, or keep the context and call its __exit__ in the same thread",
+            f"{opened.call} was entered but never left",
+            next_step="enter gathers with `with`, or keep the context and call its __exit__ in the same thread",
         )
         _logger.error("%s; the other ranks' gather fails", error)
         _report(partial(opened.abandon, error), error)
@@ -717,7 +717,9 @@ class Gather(AbstractContextManager[list[Any]]):
             if not isinstance(path, str | os.PathLike):
                 raise _refuse(f"workspace_path must be a path, not a {type(path).__name__}", path, _PATHS)
             if is_url(path := clean_path(path)):
-                raise _refuse(f"{path}: live tensors go through no store; ObjectWorkspace keeps states", path, _PATHS)
+                raise _refuse(
+                    f"{path}: live tensors cannot go through a store; use ObjectWorkspace for states", path, _PATHS
+                )
             path = os.path.abspath(path)
         try:
             if isinstance(seconds, str | bytes):
@@ -799,7 +801,7 @@ def _report(report: Callable[[], None], error: BaseException) -> None:
             report()
         except BaseException as failure:  # such as KeyboardInterrupt, from a signal in the midst of the report
             if not isinstance(failure, Exception) or isinstance(failure, InterruptedError):
-                error.add_note(f"{type(failure).__name__} came while this error was reported to the other ranks")
+                error.add_note(f"{type(failure).__name__} was raised while this error was reported to the other ranks")
             continue
         return
 

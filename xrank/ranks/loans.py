@@ -183,7 +183,7 @@ def is_mooncake(wire: str | None, call: str) -> bool:
     if wire is None:
         return False
     if wire != "mooncake":
-        next_step = f"leave {option('wire')} out: one host reads by the kernel, several by sockets"
+        next_step = f"leave {option('wire')} out: ranks of one host read through the kernel, others through sockets"
         raise UsageError(f"{call} knows no {option('wire')} of this name", got=repr(wire), next_step=next_step)
     try:
         import mooncake.engine  # noqa: F401
@@ -374,7 +374,7 @@ class MemoryOffer:
         for index, view in enumerate(self.views):
             if isinstance(view, TensorBytes) and not view.is_unchanged:
                 raise ContradictionError(
-                    f"tensor {index} of those that this rank lends was changed in place while other ranks read it",
+                    f"tensor {index} of this rank was changed in place while other ranks read it",
                     want="the same values until all ranks have read them",
                     next_step="do not step the optimizer meanwhile, in any thread or hook; then repeat the call",
                 )
@@ -441,7 +441,7 @@ class PeerOffer(Struct, eq=False):
         whole = Entry(
             description,
             lambda fault: CorruptError(
-                f"rank {rank} does not describe what it lends",
+                f"the description of the tensors of rank {rank} is invalid",
                 rank=rank,
                 got=fault,
                 want="the description of MemoryOffer.describe",
@@ -589,7 +589,7 @@ class PeerSource:
             except UnreadableMemoryError:
                 peer.unreadable.add(view)  # for example a device's memory, which its owner can read
             except LendingEndedError:
-                raise self._explain_end(peer, "it ended, or no longer lends its memory") from None
+                raise self._explain_end(peer, "it ended, or its memory is no longer readable") from None
             else:
                 return
         self._request(peer, view, start, into)
@@ -633,7 +633,7 @@ class PeerSource:
         except PeerRefusalError as error:
             if error.kind == AnswerKind.FAILED:
                 raise FailureRecord(peer.rank, peer.host, peer.pid, str(error), _CALL).to_error() from None
-            what = f"rank {peer.rank} lends other views than described"
+            what = f"rank {peer.rank} offers different views than it described"
             raise ContradictionError(what, rank=peer.rank, got=str(error), next_step=_SAME_CALL) from None
         with self._lock:
             if self._closed:
@@ -686,5 +686,5 @@ class PeerSource:
 def _make_mismatch_error(rank: int, view: int, end: int) -> ContradictionError:
     want = f"a view {view} of at least {end:,} bytes"
     return ContradictionError(
-        f"rank {rank} lends other tensors than it described", rank=rank, want=want, next_step=_SAME_CALL
+        f"rank {rank} offers different tensors than it described", rank=rank, want=want, next_step=_SAME_CALL
     )

@@ -176,7 +176,7 @@ class Meeting:
             # Another rank may know already that they waited for each other, and have come here with its next call.
             self.monitor.raise_if_confirmed()
             if announced["way"] != self.way:
-                what = f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}"
+                what = f"rank {self.rank} gathers through {self.way}, but rank {first} through {announced['way']}"
                 raise ContradictionError(what, rank=self.rank, next_step="give workspace_path on all ranks or on none")
             self.check_at_large(announced)
         except BaseException as error:
@@ -242,7 +242,7 @@ class Meeting:
 
 
 _TICK_SECONDS = 0.02
-_ENDED = "it ended, or gave up, before all had come"
+_ENDED = "it ended, or gave up, before all had arrived"
 _PEERS_PER_MESSAGE = 100
 """The roster of a large group does not fit into one message."""
 _SPIN_SECONDS = 200e-6
@@ -407,7 +407,7 @@ def _join(meeting: Meeting) -> RankGroup:
                 f"{CALL} is announced by a process of user {link.peer_uid()}, not of {os.getuid()}, as all ranks",
                 rank=host.rank,
                 host=host.host,
-                next_step="start all ranks as one user, and let no other user reach the store's port",
+                next_step="start all ranks as one user, and make the store's port unreachable for other users",
             )
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
             link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
@@ -442,10 +442,10 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
         if received is None:
             _raise_end(meeting)
             raise RankFailedError(
-                f"rank {host.rank} ended {CALL} before all had come",
+                f"rank {host.rank} ended {CALL} before all had arrived",
                 rank=host.rank,
                 host=host.host,
-                cause="it failed, or waited in vain for another rank",
+                cause="it failed, or its wait for another rank timed out",
                 next_step=f"look at rank {host.rank}'s own error first",
             )
         message, descriptors = received

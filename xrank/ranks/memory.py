@@ -51,7 +51,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def check_dense(tensor: torch.Tensor, what: str, *, name: str | None = None) -> None:
     """Raise UsageError unless a tensor is dense and has memory: reading one without would crash the process."""
     if (kind := kind_without_elements(tensor)) is not None:
-        next_step = "give the dense tensors that it consists of, or leave it out"
+        next_step = "give the dense tensors that it consists of, or omit it"
         raise UsageError(f"{what} is {kind}", tensor=name, got=kind, want="a dense tensor", next_step=next_step)
     if not has_memory(tensor):
         raise UsageError(
@@ -59,7 +59,7 @@ def check_dense(tensor: torch.Tensor, what: str, *, name: str | None = None) -> 
             tensor=name,
             got=f"a storage of {tensor.untyped_storage().nbytes():,} bytes",
             want=f"memory of all {tensor.numel():,} elements",
-            next_step="call this where it is in memory, not while FSDP or an offloader keeps it elsewhere",
+            next_step="call this where it is in memory, not while FSDP has freed it or it is offloaded",
         )
 
 
@@ -115,7 +115,7 @@ def explain_size_limit(what: str, nbytes: int) -> Iterator[None]:
 
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         raise UsageError(
-            f"{what} is larger than a file of this process may be (ulimit -f, RLIMIT_FSIZE)",
+            f"{what} is larger than the maximum size of a file (ulimit -f, RLIMIT_FSIZE)",
             got=f"{nbytes:,} bytes",
             want="no limit" if limit < 0 else f"at most {limit:,} bytes",
             next_step="raise the limit: ulimit -f unlimited",
@@ -136,7 +136,7 @@ def explain_no_memory(
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             if error.filename is not None or error.errno == errno.EFBIG:
                 raise
-            problem = f"{what} cannot be put into memory: {error.strerror}"
+            problem = f"{what} cannot be written to memory: {error.strerror}"
             raise XrankError(problem, rank=rank, next_step="check this host's memory and swap") from error
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         raise NoSpaceError(

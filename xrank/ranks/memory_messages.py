@@ -62,7 +62,9 @@ class MemoryPlace(Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(text, type=cls)
         except (ValueError, RecursionError, TypeError):
-            raise damage_error(f"rank {rank} describes no place of its memory", ascii(text[:200]), rank=rank) from None
+            raise damage_error(
+                f"rank {rank} does not describe a place in its memory", ascii(text[:200]), rank=rank
+            ) from None
 
     @property
     def path(self) -> str:
@@ -431,7 +433,7 @@ class MemoryMessages:
         if arena is None and (arena := AttachedArena.open(place)) is None:
             place.check_reachable(rank)
         if arena is None or not arena.holds(number):
-            what = f"the message of rank {rank} left its memory, or this process may not open it"
+            what = f"the message of rank {rank} is gone, or this process may not open it"
             next_step = f"check that rank {rank} (pid {place.pid}) still runs, as the same user and dumpable"
             next_step += "; else give workspace_path"
             raise IncompleteError(what, rank=rank, host=place.host, file=place.path, next_step=next_step)

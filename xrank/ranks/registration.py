@@ -61,9 +61,9 @@ def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, 
     ranks = () if isinstance(owner, int) else tuple(distributed.get_process_group_ranks(owner))
     if rank not in ranks:
         raise UsageError(
-            f"rank {rank} is not in the group that is to work together, {group}",
+            f"rank {rank} is not in the group of the call, {group}",
             rank=rank,
-            next_step="leave the group out, or call this on its ranks alone",
+            next_step="omit the group, or call this only on its ranks",
         )
     if len(ranks) == 1:
         return None

@@ -334,7 +334,7 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     if _has_agent_store(environ):
         return _agent_store(environ)
     raise UsageError(
-        "the ranks have no store to find each other by: torch.distributed is not initialized",
+        "the ranks have no store to connect through: torch.distributed is not initialized",
         want="an initialized process group, or torchrun",
         next_step="call torch.distributed.init_process_group first",
     )
@@ -353,7 +353,7 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
     if not address or not port.isdecimal():
         origin = "of RANK and WORLD_SIZE" if launch.launcher == "bare" else f"that {launch.launcher} started"
         raise UsageError(
-            f"the ranks {origin} have no place to meet at",
+            f"the ranks {origin} have no address to connect through",
             got=f"MASTER_ADDR={address or ''} MASTER_PORT={port}",
             want="MASTER_ADDR, rank 0's host, and MASTER_PORT, a free port there, in the environment of every rank",
             next_step="set both, or start the ranks by torchrun, which does",
@@ -411,7 +411,7 @@ def _name_store_failure() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        cause = f"the store that the ranks meet through is gone: {_first_line(error)}"
+        cause = f"the store that connects the ranks is gone: {_first_line(error)}"
         next_step = "look at the error of rank 0, or of the launcher, first"
         failure = RankFailedError(f"rank 0 failed, or the launcher: {cause}", rank=0, cause=cause, next_step=next_step)
         raise failure from error

@@ -78,7 +78,7 @@ class TcpStore:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(bytes([_VALIDATE]) + _SMALL.pack(_MAGIC) + bytes([_PING]) + _SMALL.pack(_NONCE))
             if _receive(connection, _SMALL.size) != _SMALL.pack(_NONCE):
-                raise ConnectionError(f"what listens at {self.host}:{self.port} is not a store of torch")
+                raise ConnectionError(f"the server at {self.host}:{self.port} is not a torch store")
             connection.settimeout(self._timeout_seconds)
         except BaseException:
             connection.close()

@@ -132,12 +132,13 @@ class Team:
         for rank, digest in zip(self.ranks, digests, strict=True):
             if digest != digests[0]:
                 raise ContradictionError(
-                    f"rank {rank} plans another output than rank {self.ranks[0]}: its source or its arguments differ",
+                    f"rank {rank} plans a different output than rank {self.ranks[0]}: its source or its arguments "
+                    f"differ",
                     rank=rank,
                     got=f"plan {digest}",
                     want=f"plan {digests[0]}: the same names, sizes, times and options",
-                    next_step="give all ranks the same options and one file system; where its clients cache what they "
-                    f"saw, wait a minute; then let all ranks {AGAIN}",
+                    next_step="give all ranks the same options and one file system; if its clients cache metadata, "
+                    "wait a minute; then let all ranks {AGAIN}",
                 )
 
 
@@ -184,7 +185,7 @@ def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launc
     if launch.world_size == 1:
         return None, ()
     if launch.launcher == "bare" and not distributed:
-        message = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} were left alone: one process did all of it"
+        message = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} were ignored: one process did all the work"
         return None, (("one-process", f"{message}; {option('distributed', True)} shares it among such ranks"),)
     return launch, ()
 

@@ -277,7 +277,7 @@ class Membership:
                 if now >= stillness.next_read_at:
                     stillness.next_read_at = now + self._period_seconds
                     if stillness.is_over(self.store.peek(f"beat/{rank}"), now, self._period_seconds):
-                        self._deaths[rank] = f"its host was not heard from for {now - stillness.since:.0f} s"
+                        self._deaths[rank] = f"its host has sent no sign of life for {now - stillness.since:.0f} s"
         return self._deaths.get(rank)
 
     # ---- waits
@@ -601,7 +601,7 @@ def _make_error(cycle: Sequence[Wait]) -> ContradictionError:
         want=f"the same {'gathers' if are_gathers else 'calls'} in the same order on all of their ranks",
         next_step=f"give the same `ranks`, in the same order, on {ranks}"
         if are_gathers
-        else f"call the same functions on {ranks}; one rank alone writes gathered tensors by xrank.save_model",
+        else f"call the same functions on {ranks}; only one rank writes gathered tensors, with xrank.save_model",
     )
     # One failure, which all of them notice.
     mark_failure(error, _digest(cycle))

@@ -69,12 +69,13 @@ _PROMPT = "a prompt (prompt tuning, prefix tuning or P-tuning)"
 _KINDS = {"ia3": "IA3", "hada": "LoHa", "lokr": "LoKr", "oft": "OFT", "boft": "BOFT", "lora": "AdaLoRA", "vera": "VeRA"}
 _KINDS |= {"fourierft": "FourierFT", "ln": "LN tuning", "trainable": "trainable tokens without LoRA"}
 _KINDS |= {"adaption": "an adaption prompt", "prompt": _PROMPT, "to": _BRIDGE, "adapter": _BRIDGE}
-_MERGE = "let PEFT load it, save what merge_and_unload() returns, and gather that"
+_MERGE = "load it with PEFT, save the result of merge_and_unload(), and gather that"
 _KEEP = "keep the folder that PEFT's save_pretrained writes, for PeftModel.from_pretrained: no model can contain it"
 _NEXT_STEPS = {
     "an adaption prompt": _KEEP,
     _PROMPT: _KEEP,
-    _BRIDGE: "merge it into its model with Megatron-Bridge, or let that export it for PEFT; then gather what it writes",
+    _BRIDGE: "merge it into its model with Megatron-Bridge, or export it for PEFT with Megatron-Bridge; then gather "
+    "the result",
 }
 
 
@@ -165,7 +166,7 @@ def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (
     kind = _KINDS[found[found.lastindex or 0]] if found is not None else "an adapter of PEFT that is not LoRA"
     name = found.string if found is not None else generic
     step = _NEXT_STEPS.get(kind, _MERGE)
-    problem = f"{path} contains {kind}, which xrank neither copies nor merges"
+    problem = f"{path} contains {kind}, which xrank can neither copy nor merge"
     raise UsageError(problem, tensor=name, file=path, got=name, want="a model's own names, or LoRA's", next_step=step)
 
 
@@ -185,7 +186,7 @@ class _Sorting:
             self._take(name)
         if len(self._adapters) > 1:
             named = (f"{adapter or 'one without a name'} ({name})" for adapter, name in self._adapters.items())
-            step = "let the trainer save one, or merge the others with peft"
+            step = "let the trainer save one, or merge the others with PEFT"
             raise UsageError(
                 f"{path} holds several adapters", file=path, got=", ".join(named), want="one adapter", next_step=step
             )
@@ -218,8 +219,8 @@ class _Sorting:
         found = None if match is None else _adapter_and_leaf(match[2], match[3])
         if match is None or found is None:
             want = "LoRA as PEFT names it: <module>.lora_A.<adapter>.weight and lora_B"
-            step = "merge the adapter with what trained it, then gather what it saves"
-            problem = f"{name}: is an adapter's tensor of no kind that is known"
+            step = "merge the adapter with the library that trained it, then gather the result"
+            problem = f"{name}: is an adapter's tensor of an unknown kind"
             raise UsageError(problem, tensor=name, file=self._path, got=name, want=want, next_step=step)
         module, kind, (adapter, leaf) = _bare(match[1]), match[2], found
         self._adapters.setdefault(adapter, name)
@@ -255,7 +256,7 @@ class _Sorting:
                 module, _, rest = bare.partition(_BASE)
                 rest = rest.removeprefix(_BASE[1:] * rest.count(_BASE[1:]))
                 if module not in modules:
-                    problem = "its module has an adapter, and nothing of that is here"
+                    problem = "the adapter of its module is missing"
                     raise self._gap(name, problem, f"no lora_A and lora_B of {module}", "both")
                 bare = f"{module.removesuffix('.token_adapter')}.{rest}"
             original = _ORIGINAL.fullmatch(bare)
@@ -266,7 +267,7 @@ class _Sorting:
                     continue
                 if bare not in self._trained:
                     saved = f"{original[1]}.modules_to_save"
-                    problem = "the tensor that was trained in its place is missing"
+                    problem = "the trained tensor that replaces it is missing"
                     raise self._gap(name, problem, f"no {saved}", f"{saved}.<adapter>.{original[2]}")
             if bare in taken:
                 step = "check that the files are those of one model"
@@ -382,7 +383,7 @@ def find_config(
     found = search_config(given, place, names, shapes)
     if found is None:
         got = f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root"
-        problem = f"no file states the rank and alpha of the adapter in {place}"
+        problem = f"no file contains the rank and alpha of the adapter in {place}"
         raise UsageError(problem, file=place, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
     return found
 
@@ -440,7 +441,7 @@ def parse_adapter_config(
             continue
         if is_completed and key == "trainable_token_indices":
             raise UsageError(
-                f"{path}: says not which tokens' rows {tensors[0]} replaces",
+                f"{path}: does not list the tokens of the rows that {tensors[0]} replaces",
                 tensor=tensors[0],
                 file=path,
                 got=f"no {key}",
@@ -499,7 +500,7 @@ def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[st
         is_stack = any(a[0] % config.rank_of(name) == 0 for name in config.parameters_of(pair.module)) if a else False
         if len(a) < 2 or len(b) < 2 or a[0] != b[1] or not (a[0] == rank or is_stack):
             got, want = f"lora_A {list(a)} and lora_B {list(b)}", f"[{rank}, …] and [… , {rank}]"
-            problem = f"{pair.module}: its adapter has another rank than {os.path.basename(config.path)} says"
+            problem = f"{pair.module}: its adapter does not have the rank in {os.path.basename(config.path)}"
             raise _mismatch(config, problem, pair.a, got, want)
 
 
@@ -561,7 +562,7 @@ def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool,
         other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
         step = either(
             f"give PEFT's own adapter_config.json as {option('adapter_config')}",
-            f"use {option('adapter', 'separate')}, and merge it with peft",
+            f"use {option('adapter', 'separate')}, and merge it with PEFT",
         )
         got = f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}"
         problem = f"{module}.weight: whether it is stored [in, out] or [out, in] is not known"

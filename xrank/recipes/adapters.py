@@ -64,7 +64,7 @@ def find_parameter_updates(
         held = [f"{name} {base[name].dtype} {list(base[name].shape)}" for name in names if name in base]
         got = f"lora_A {list(shards[pair.a].shape)}, lora_B {list(shards[pair.b].shape)} and {list_text(held, 4)}"
         want = f"one way for each of {list_text(names, 4, empty='target_parameters')}"
-        problem = "which of its parameters the adapter is added to, and how, does not follow from the shapes"
+        problem = "the shapes do not show to which of its parameters the adapter is added, and how"
         raise UsageError(
             f"{pair.module}: {problem}", tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT
         )
@@ -133,7 +133,7 @@ def find_updates(
             name, want = f"{pair.module}.weight", f"a weight {list(turned if pair.is_embedding else straight)}"
             got = f"lora_A {list(a)} and lora_B {list(b)} for a weight {list(weight.shape)}"
             step = "check that adapter and base model belong together"
-            problem = f"{name}: its adapter is of another shape"
+            problem = f"{name}: the shape of its adapter does not fit"
             raise ContradictionError(problem, tensor=name, file=config.path, got=got, want=want, next_step=step)
     kinds = {fits[pair.module] for pair in plain if not pair.is_embedding} - {(True, True)}
     found = {
@@ -153,12 +153,12 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
         held = [other for other in base if other.rpartition(".")[0] == pair.module]
         problem = "is quantized, so nothing can be added to it" if held else "is not in the source"
         got = f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held)
-        step = f"use {option('adapter', 'separate')}; or merge it with peft into the model that was not quantized"
+        step = f"use {option('adapter', 'separate')}; or merge it with PEFT into the model that was not quantized"
         raise UsageError(f"{name}: {problem}", tensor=name, got=got, want="a float weight", next_step=step)
     for half in (shards[pair.a], shards[pair.b]):
         if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
             raise UsageError(
-                f"{half.name}: an adapter of this kind is not merged",
+                f"{half.name}: an adapter of this kind cannot be merged",
                 tensor=half.name,
                 got=f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}",
                 want="float matrices",
@@ -167,7 +167,7 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
     return weight
 
 
-_MERGE_WITH_PEFT = f"use {option('adapter', 'separate')}, and merge it with peft"
+_MERGE_WITH_PEFT = f"use {option('adapter', 'separate')}, and merge it with PEFT"
 FOLDER = "adapter/"
 """Folder in the output for an adapter that is kept apart."""
 # peft/utils/constants.py: SAFETENSORSWEIGHTS_NAME; PEFT reads one file only, under this name.
@@ -182,8 +182,8 @@ _NOT_PLAIN = (
 _NO_CONFIG = (
     "adapter-config",
     Text(
-        f"no file states the adapter's rank and alpha, so no {CONFIG_NAME} is written, and PEFT loads no adapter "
-        f"without it: copy the trainer's beside the adapter, or give it as {option('adapter_config')}"
+        f"no file states the adapter's rank and alpha, so no {CONFIG_NAME} is written, but PEFT needs it to load the "
+        f"adapter: copy the trainer's file next to the adapter, or give it as {option('adapter_config')}"
     ),
 )
 _BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
@@ -248,11 +248,11 @@ def adapt(
             raise
         if options.adapter is not None or options.adapter_config is not None:
             step = either(
-                f"leave {option('adapter')} and {option('adapter_config')} out",
+                f"omit {option('adapter')} and {option('adapter_config')}",
                 needs("model_or_state_dict", f"leave {option('adapter')} out"),
             )
             got = f"{len(source.shards)} tensors, none named like <module>.lora_A.<adapter>.weight"
-            problem = f"{source.path} holds no adapter to {options.adapter or 'configure'}"
+            problem = f"{source.path} contains no adapter to {options.adapter or 'configure'}"
             raise UsageError(problem, file=source.path, got=got, next_step=step)
         return None
     shapes = {shard.name: shard.shape for shard in source.shards}
@@ -277,7 +277,7 @@ def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, st
         return []
     paths = [os.path.join(folder, name) for folder in ("", "lora_adapter", "adapter") for name in _BESIDE]
     return [
-        ("adapter-beside", f"{path} is an adapter's, and is left out: name its folder to have it")
+        ("adapter-beside", f"{path} belongs to an adapter, and is left out: give the adapter's folder to gather it")
         for path in paths
         if path not in read and places.is_file(os.path.join(place, path))
     ]
@@ -301,7 +301,7 @@ def check_ties(
                     f"{name}: has an adapter, and is tied to {', '.join(one for one in names if one != name)}",
                     tensor=name,
                     got=f"one tensor under the names {', '.join(names)}",
-                    want="a tensor of its own to merge into",
+                    want="a separate tensor to merge into",
                     next_step=f"use {option('adapter', 'separate')}; or untie them in config.json, where both were "
                     "saved",
                 )
@@ -330,7 +330,7 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
             )
             got = f"{pair.a}, and no tensor of {pair.module}"
             want = f"{pair.module}.weight, as other adapted modules have it"
-            problem = f"{pair.module}: has an adapter, and nothing of the module itself is here"
+            problem = f"{pair.module}: has an adapter, but the module itself is missing"
             raise ContradictionError(problem, tensor=pair.a, file=source.path, got=got, want=want, next_step=step)
 
 
@@ -342,7 +342,7 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | 
     base = {name: PREFIX + name.removeprefix(PREFIX) for name in names.base} if names.is_alone else names.base
     renamed = {**base, **names.saved}
     notes = [
-        ("adapter", f"{len(names.pairs)} LoRA pairs are kept apart, as a PEFT folder"),
+        ("adapter", f"{len(names.pairs)} LoRA pairs are written separately, as a PEFT folder"),
         *([_NO_CONFIG] if config is None else config.notes(has_own_base=has_own_base)),
     ]
     if names.trained:
@@ -365,13 +365,13 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
         step = f"add {option('base_model')} with the safetensors weights that it was trained on; or use "
         step += option("adapter", "separate")
         got = f"{len(names.pairs)} LoRA pairs and no weight of their modules"
-        problem = f"{source.path} holds an adapter alone, and no model to merge it into"
+        problem = f"{source.path} contains only an adapter, and no model to merge it into"
         raise UsageError(problem, file=source.path, got=got, next_step=step)
     kinds = [key for key in _NOT_PLAIN if config.values.get(key)]
     biases = [bias for pair in names.pairs for bias in pair.biases]
     if kinds or biases:
         got, tensor = list_text([*kinds, *biases]), biases[0] if biases else None
-        problem = f"{source.path}: its adapter is more than W + scale * B @ A, and is not merged"
+        problem = f"{source.path}: its adapter is more than W + scale * B @ A, and cannot be merged"
         raise UsageError(
             problem, tensor=tensor, file=config.path, got=got, want="plain LoRA", next_step=_MERGE_WITH_PEFT
         )
@@ -387,7 +387,7 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
     done = f"{len(updates)} LoRA pairs are merged: W + {scales} * B @ A, computed in float32, rounded once"
     notes = [("adapter", done), *config.notes(has_own_base=False)]
     if left_out:
-        text = f"{list_text(left_out)}: left out; the tensors that were trained in their place are written"
+        text = f"{list_text(left_out)}: left out; the trained tensors that replace them are written"
         notes.append(("adapter-trained", text))
     return Adapted(
         _with_names(source, renamed),
@@ -456,7 +456,7 @@ def drop_tied(adapted: Adapted, config: Mapping[str, Any] | None) -> Adapted:
     if not dropped:
         return adapted
     shards = tuple(shard for shard in adapted.source.shards if shard.name not in dropped)
-    note = ("adapter-tied", f"left out, because they are tied to tensors that are not here: {list_text(dropped)}")
+    note = ("adapter-tied", f"left out, because they are tied to tensors that are missing: {list_text(dropped)}")
     source = replace(adapted.source, shards=shards)
     return replace(adapted, source=source, own=adapted.own.difference(dropped), notes=(*adapted.notes, note))
 

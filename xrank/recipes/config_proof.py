@@ -219,7 +219,7 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
             got=f"{len(found)} tensors",
             want=f"the {len(base.tensors)} tensors of {base.path}",
             next_step=either(
-                "name the right base model",
+                "give the right base model",
                 "give a source that has it too",
                 f"leave it out by name with {option('exclude')} if the model works without it, as without a draft head",
                 needs("model_or_state_dict", f"leave {option('base_model')} out"),
@@ -228,9 +228,9 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
     surplus = [name for name in found if name not in base.tensors]
     if surplus:
         step = either(
-            "name the right base model",
+            "give the right base model",
             f"leave the tensor out with {option('exclude')}",
-            needs("model_or_state_dict", "leave the tensor out of what is given"),
+            needs("model_or_state_dict", "omit the tensor"),
         )
         first = found[surplus[0]]
         raise ContradictionError(
@@ -244,11 +244,11 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
         shape = base.tensors[name][1]
         if output.shape != shape:
             raise ContradictionError(
-                f"{name} has another shape than in the base model",
+                f"{name} does not have its shape in the base model",
                 tensor=name,
                 got=str(list(output.shape)),
                 want=f"{list(shape)}, as in {base.path}",
-                next_step="name the right base model, or correct the layout",
+                next_step="give the right base model, or correct the layout",
             )
     return "names and shapes"
 
@@ -266,8 +266,8 @@ def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] 
 def describe_skipped_check(base: BaseModel, path: str) -> tuple[str, str]:
     """Return the note that a source was not compared with a base model."""
     if not base.tensors:
-        return "base-model", f"{base.path} holds no safetensors weights: names and shapes were not compared with it"
-    return "base-model", f"{path} holds an adapter: names and shapes were not compared with {base.path}"
+        return "base-model", f"{base.path} contains no safetensors weights: names and shapes were not compared with it"
+    return "base-model", f"{path} contains an adapter: names and shapes were not compared with {base.path}"
 
 
 SIZE_KEYS = (
@@ -808,9 +808,9 @@ def prove_config(
     keys = " and ".join(f"{section.prefix}{key} = {section.values.get(key)}" for key in claim.keys)
     # Fewer layers are what a lost stage of a pipeline leaves, too. Then another config.json would hide the loss.
     are_few = place.text.startswith("layers under") and length < min(claim.numbers)
-    stages = "bring the files of the other layers, such as another pipeline stage's, or take an earlier checkpoint"
+    stages = "copy the files of the other layers, such as those of a pipeline stage, or use an earlier checkpoint"
     raise ContradictionError(
-        f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}",
+        f"{file}: {section.prefix}{claim.keys[0]} contradicts the tensors, such as {place.tensor}",
         tensor=place.tensor,
         file=found.config_path,
         got=f"{length} {place.text}",
@@ -826,7 +826,7 @@ def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None,
         return ()
     who = f"{plural(hole.num_others, 'equal module')} beside it, such as that of {hole.like}"
     if config is None or "auto_map" in config or not is_known_type(config.get("model_type")):
-        return ((MISSING_TENSOR, f"{hole.name} may be missing: the model has {who}; a base model would show it"),)
+        return ((MISSING_TENSOR, f"{hole.name} may be missing: the model has {who}; give a base model to find out"),)
     raise lost_tensor(hole.name, f"a model that has {who}", "the same tensors in equal layers", file=found.place)
 
 
@@ -837,7 +837,7 @@ def _advise(found: FoundSource, base: BaseModel | None) -> str:
         return f"put the model's own config.json in place of {found.config_path}, then {AGAIN}"
     if found.place is not None:
         return f"put the model's own config.json into {found.place}, then {AGAIN}"
-    return "correct the config of the model, or what overrides it"
+    return "correct the config of the model, or its overrides"
 
 
 def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, ConfigClaim] | None:

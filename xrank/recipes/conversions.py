@@ -80,7 +80,7 @@ def find_transforms(config: Mapping[str, Any]) -> tuple[Conversion, ...]:
     root, models, mappings = _find_class(config), _read_table("models"), _read_table("mappings")
     if root in _read_table("unmade"):
         problem = f"the conversion of {root} is not in xrank's table: transformers cannot make such a model"
-        step = f"keep the names as they are with {option('recipe', 'none')}"
+        step = f"keep the names with {option('recipe', 'none')}"
         raise LayoutError(problem, got=f"{root}, and transformers {_read_table('transformers')}", next_step=step)
     prefix = models[root][0] if root in models else ""
     claimed: dict[str, list[str]] = defaultdict(list)
@@ -340,7 +340,7 @@ def run_operations(
     for operation in side.operations:
         function = _FUNCTIONS.get(operation.kind)
         if function is None:
-            raise _misfit(f"transformers' operation {operation.kind} is no copy that xrank knows")
+            raise _misfit(f"transformers' operation {operation.kind} is unknown to xrank")
         tensors = function(_Chain(side, config, dict(operation.arguments), is_save, module_shapes or {}), tensors)
     if any(len(each) != 1 for each in tensors.values()):
         raise _misfit(f"a converter of {side.patterns[0]} leaves lists of tensors")
@@ -382,7 +382,7 @@ class _Chain(Struct, frozen=True):
 
 
 def _misfit(problem: str) -> LayoutError:
-    step = f"keep the names as they are with {option('recipe', 'none')}, or convert the model with transformers itself"
+    step = f"keep the names with {option('recipe', 'none')}, or convert the model with transformers itself"
     return LayoutError(problem, want="tensors that transformers could convert", next_step=step)
 
 
@@ -446,7 +446,7 @@ def _chunk(chain: _Chain, tensors: _Tensors) -> _Tensors:
     size = ceil(length / len(targets))  # as torch.chunk
     sizes = [min(size, length - start) for start in range(0, length, size)]
     if len(sizes) != len(targets):
-        raise _misfit(f"{length} rows cannot be cut in {len(targets)} tensors for {chain.side.targets[0]}")
+        raise _misfit(f"{length} rows cannot be split into {len(targets)} tensors for {chain.side.targets[0]}")
     return {target: [part] for target, part in zip(targets, _split(value, sizes, chain.dim), strict=True)}
 
 
@@ -456,7 +456,7 @@ def _split_by_module(chain: _Chain, tensors: _Tensors) -> _Tensors:
     shapes = [chain.module_shapes.get(target) for target in chain.side.targets]
     lengths = [shape[dim] for shape in shapes if shape is not None]
     if len(lengths) < len(shapes):
-        raise _misfit(f"only a module shows how {chain.side.patterns[0]} is cut in {len(shapes)} tensors")
+        raise _misfit(f"only a module shows how {chain.side.patterns[0]} is split into {len(shapes)} tensors")
     if sum(lengths) != value.shape[dim]:
         own = " + ".join(map(str, lengths))
         raise _misfit(f"{value.shape[dim]} rows of {chain.side.patterns[0]} are not the module's {own}")
@@ -639,7 +639,7 @@ def convert_model(
 
 
 def _collision(name: str, got: str) -> LayoutError:
-    step = f"keep the names as they are with {option('recipe', 'none')}"
+    step = f"keep the names with {option('recipe', 'none')}"
     return LayoutError(f"two tensors would become {name}", tensor=name, got=got, want="one", next_step=step)
 
 
@@ -661,7 +661,7 @@ def _convert_group(
         numbers = [each[at] for each in pieces]
         if numbers != [str(index) for index in range(len(names))]:  # transformers would close the gap
             raise LayoutError(
-                f"{names[-1]}: of such tensors some are missing",
+                f"{names[-1]}: some of these tensors are missing",
                 tensor=names[-1],
                 got=f"{len(names)} tensors with the numbers {numbers[0]} to {numbers[-1]}",
                 want="each number once, from 0",
@@ -864,12 +864,12 @@ def _describe(source: StoredModel, converted: Converted, config: Mapping[str, An
         if any(sign in "._:" and name[:at] in moved and _SCALE.match(name, at) for at, sign in enumerate(name)):
             return None
     name = f"{TABLE}-{config.get('model_type')}"
-    note = ("recipe", f"tensors are named and taken apart by the recipe {name}")
+    note = ("recipe", f"tensors are renamed and split by the recipe {name}")
     return replace(converted, model=replace(converted.model, recipe=name, notes=(*converted.model.notes, note)))
 
 
 def _config_error(source: StoredModel) -> UsageError:
-    step = f"name the folder that has one with {option('base_model')}, or put it beside the checkpoint"
+    step = f"name the folder that has one with {option('base_model')}, or put it into the checkpoint's folder"
     got = f"{option('recipe', TABLE)}, and no config.json"
     problem = f"{source.path}: no config.json names the class of this model"
     return UsageError(problem, file=source.path, got=got, want="the config.json of the model", next_step=step)

@@ -159,10 +159,10 @@ def select(
         is_plain = name.isprintable() or not re.search(_UNPRINTABLE, name)
         if not is_plain or (".." in name and ".." in re.split(r"[/\\]", name)):
             raise UnsafeError(
-                f"a tensor's name is not one: {name!r}",
+                f"a tensor's name is invalid: {name!r}",
                 tensor=name,
                 file=source.path,
-                got="control characters or a way up to another folder",
+                got="control characters, or a path to a parent folder",
                 want="printable text",
                 next_step="find out who wrote this state",
             )
@@ -179,7 +179,7 @@ def select(
     missing = [name for name in source.absent if name not in left_out]
     if missing:
         raise IncompleteError(
-            f"{missing[0]}: no rank holds it, and the source names it",
+            f"{missing[0]}: no rank holds it, although the source names it",
             tensor=missing[0],
             file=source.path,
             got=f"nothing of {list_text(missing, 4)}",
@@ -199,11 +199,11 @@ def select(
             continue
         if shard.name == "__metadata__":
             step = either(
-                "let the ranks write it under another name",
+                "let the ranks write it under a different name",
                 f"leave it out with {option('exclude')}",
-                needs("model_or_state_dict", "leave it out of what is given"),
+                needs("model_or_state_dict", "omit it"),
             )
-            problem = f"{shard.name}: safetensors keeps this name for itself"
+            problem = f"{shard.name}: safetensors reserves this name"
             raise UsageError(problem, tensor=shard.name, file=source.path, next_step=step)
         is_left = shard.name in scales or (options.dtype == "base" and shard.name in apart)
         dtype = shard.dtype if is_left else _target_dtype(shard, options, base)
@@ -226,12 +226,12 @@ def select(
         got = f"{len(source.shards)} tensors in the source"
         raise UsageError("no tensor is left to write", got=got, want="one or more to write", next_step=step)
     if untouched:
-        notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
+        notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantized values and stay unchanged"))
     if scales:
-        notes.append(("not-cast", f"scales of quantised payloads stay as they are: {list_text(sorted(scales), 3)}"))
+        notes.append(("not-cast", f"scales of quantized values stay unchanged: {list_text(sorted(scales), 3)}"))
     if uncast:
         told = list_text(uncast, 3)
-        notes.append(("kept-fp32", f"not cast, as the list of what stays in fp32 says, the recipe's or yours: {told}"))
+        notes.append(("kept-fp32", f"not cast, because the recipe or your options keep them in fp32: {told}"))
     return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
 
 
@@ -247,7 +247,7 @@ def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | 
     if base is None or shard.name not in base.tensors:
         got = "no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}"
         step = f"give {option('base_model')} a folder with weights, or choose another {option('dtype')}"
-        problem = f"{option('dtype', 'base')}: the base model does not have {shard.name}, whose type is wanted"
+        problem = f"{option('dtype', 'base')}: the base model does not have {shard.name}, so its type is unknown"
         raise UsageError(problem, tensor=shard.name, got=got, next_step=step)
     stored = base.tensors[shard.name][0]
     if not dtypes.dtype(stored).is_float:
@@ -330,7 +330,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
         matched = choose_recipe(named, config, request.recipe)
     if matched is not None and adapted is not None:
         step = f"keep the names with {option('recipe', 'none')}"
-        problem = f"{stored.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename"
+        problem = f"{stored.path} contains an adapter of tensors that the recipe {matched.recipe.name} would rename"
         raise UsageError(
             problem, file=stored.path, got="an adapter, and a recipe", want="Hugging Face's names", next_step=step
         )
@@ -415,16 +415,16 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
     if names is None and own.adapter_text is not None:
         kind = json.loads(own.adapter_text).get("peft_type")
         is_prompt = any(shard.name.startswith("prompt_encoder.") for shard in stored.shards)
-        step = "give what module.merge_and_unload() or module.unload() returns"
+        step = "give the result of module.merge_and_unload() or module.unload()"
         step = "save a prompt with the model's own save_pretrained(): no model can contain it" if is_prompt else step
         problem = f"the model is a PeftModel whose adapter, {kind}, is not LoRA"
         raise UsageError(problem, got=f"peft_type {kind}", want="LoRA, or a model without an adapter", next_step=step)
     config = None
     if names is not None:
         if own.adapter_text is None:
-            step = "give the PeftModel itself; or what its merge_and_unload() returns, without adapter="
+            step = "give the PeftModel itself, or the result of its merge_and_unload() without adapter="
             got = f"{len(names.saved)} tensors of an adapter, and no PeftModel"
-            problem = "nothing gives the rank and alpha of the model's adapter"
+            problem = "the rank and alpha of the model's adapter are unknown"
             raise UsageError(
                 problem, tensor=next(iter(names.saved)), got=got, want="the PeftModel, which knows them", next_step=step
             )
@@ -466,7 +466,7 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
 _SALVAGED = "salvaged"
 """Stem of the names of a salvage's files, which no program takes for those of a model."""
 _GENERATION_NAME = "generation_config.json"
-_TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
+_TRAINING_NAMES = "the names stay the training framework's, as requested; from_pretrained will not find the tensors"
 
 
 class FolderPlan(Struct, frozen=True, eq=False, dict=True):
@@ -587,7 +587,7 @@ def plan_gather(
 
 
 def _fault_notes(faults: Faults) -> list[tuple[str, str]]:
-    told = "no tensor that is written needs it; names of tensors that it alone contains are unknown"
+    told = "no written tensor needs it; the names of tensors that only it contains are unknown"
     return [("fault", f"{one.message}: {told}") for one in faults.errors]
 
 
@@ -626,7 +626,7 @@ def _plan_salvage(
     lacking = [name for name in known if name not in whole and not options.leaves_out(name)]
     filled = [name for name in lacking if matches(options.fill_from_base, name)]
     if options.fill_from_base and not filled and missing:
-        problem = f"{option('fill_from_base')} matches no tensor that is missing and that the base model has"
+        problem = f"{option('fill_from_base')} matches no missing tensor that the base model has"
         got, step = list_text(lacking or [one.name for one in missing], 3), "xrank inspect lists the missing tensors"
         raise UsageError(problem, got=got, want="an expression for missing names", next_step=step)
     missing = [one for one in missing if one.name not in filled]
@@ -691,10 +691,10 @@ def plan_output(
     if adapted is not None:
         if transform is not None:
             raise UsageError(
-                "a transform of a model with an adapter is not possible",
+                "a model with an adapter cannot be transformed",
                 got="transform=, and tensors of an adapter",
                 want="a model without an adapter, or no transform",
-                next_step="give what module.merge_and_unload() returns, or leave transform= out",
+                next_step="give the result of module.merge_and_unload(), or omit transform=",
             )
         check_ties(adapted.updates or (), adapted.trained, selection.tied)
         # The adapter is merged into the model's files, or has a file of its own.
@@ -779,7 +779,7 @@ def _quantize(
         raise UsageError(
             f"{option('quantize', options.quantize)} is for a model's own tensors",
             got=got,
-            want="a model, and no function that changes it",
+            want="a model, without a function that changes it",
             next_step=f"leave {option('quantize')} out"
             if transform is None
             else f"leave {option('quantize')} or {option('transform')} out",

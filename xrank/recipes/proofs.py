@@ -168,7 +168,7 @@ def _polynomial(node: Node, sizes: Mapping[str, int]) -> Counter[_Monomial]:
 
 
 _Indices = tuple[int, ...]
-BRING_FILES = f"bring the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with"
+BRING_FILES = f"copy the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with"
 CHECK_CONFIG = f"check that config.json is this model's, or give {option('base_model')}"
 
 
@@ -230,7 +230,7 @@ def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], sizes: Map
             if length != want:
                 keys = [(found.recipe.config.get(size) or (size,))[0] for size in names]
                 by = " and ".join(f"{key} = {sizes[size]}" for key, size in zip(keys, names, strict=True))
-                problem = f"{' or '.join(keys)} in config.json is not that of the tensors, such as {name}"
+                problem = f"{' or '.join(keys)} in config.json contradicts the tensors, such as {name}"
                 got, at = f"{length} in dim {dim} of {name}", f"{want}, by {by}"
                 raise ContradictionError(problem, tensor=name, got=got, want=at, next_step=CHECK_CONFIG)
 
@@ -482,7 +482,7 @@ def _check_given(
         size, tensor = next(iter(open_terms.items()))
         keys = [repr((found.recipe.config.get(size) or (size,))[0]) for size in open_terms]
         got = f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it"
-        alone = "follows from the existing pieces alone, and a lost rank may shorten them all alike"
+        alone = "follows only from the existing pieces, and a missing rank may shorten all of them"
         want = f"config.json with {list_text(keys, 3)}"
         raise LayoutError(f"{tensor}: {size!r} {alone}", tensor=tensor, got=got, want=want)
     # In reverse, ignored tensors keep their names and are written too.

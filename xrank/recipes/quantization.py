@@ -285,7 +285,7 @@ class StoredScheme(Struct, frozen=True):
         return [each.get("quant_algo") for each in listed if isinstance(each, Mapping)]
 
 
-COPY_CODES = either(f"leave {option('dequantize', True)} out to copy them", "decode them with the tool that made them")
+COPY_CODES = either(f"omit {option('dequantize', True)} to copy them", "decode them with the tool that made them")
 """The next step for weights that xrank does not decode."""
 _ALGORITHMS = {
     "FP8": "MODELOPT_FP8",
@@ -405,10 +405,11 @@ def check_quantization(
             return ()
         if is_transformed or not is_known_type(config.get("model_type")):
             text = f"{plural(len(scaled), 'tensor')} with scales, such as {scaled[0]}, and config.json has no "
-            text += "quantization_config: the program that loads the model has to know of it"
+            text += "quantization_config: the program that loads the model needs to know the quantization"
             return (("quantization-not-declared", text),)
         raise ContradictionError(
-            f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read codes",
+            f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read the "
+            f"quantized values as weights",
             tensor=scaled[0],
             file=found.config_path,
             got=f"{plural(len(scaled), 'tensor')} with scales",
@@ -419,7 +420,7 @@ def check_quantization(
     method = declared.method if declared.place == "config.json" else ""
     if bare and method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
         told = "save what the modules' state_dict() returns, which includes quant_state; or "
-        step = (told if declared.is_four_bit else "") + "gather the adapter alone, if there is one: "
+        step = (told if declared.is_four_bit else "") + "gather only the adapter, if there is one: "
         step += option("include", ".*lora_.*")
         got = f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}"
         want = f"{_METHODS[method]} beside it, as config.json declares {method}"
@@ -430,11 +431,11 @@ def check_quantization(
         return ()
     if method not in _METHODS:
         named = f"by {method}" if method else "in " + declared.place
-        return (("quantization-not-seen", f"a quantization {named} is declared, and no tensor shows one"),)
+        return (("quantization-not-seen", f"a quantization {named} is declared, but no tensor shows it"),)
     got = f"{plural(len(listed), 'tensor')} without a scale, such as {listed[0].name} in {listed[0].dtype}"
     want = f"quantized weights with {_METHODS[method]}"
     step = _edit_config(found, "without quantization_config")
-    problem = f"config.json declares weights quantized by {method}, and none is"
+    problem = f"config.json declares weights quantized by {method}, but none is"
     raise ContradictionError(problem, tensor=listed[0].name, file=found.config_path, got=got, want=want, next_step=step)
 
 

@@ -86,7 +86,7 @@ def _refuse_ranks(node: Node, side: Side) -> None:
     match node:
         case Split() | Pad() | Flat():
             got, want = render_dim(node), "sizes, products and parts"
-            step = "describe in the layout how ranks share the tensor, and in the recipe its parts"
+            step = "describe how ranks share the tensor in the layout, and its parts in the recipe"
             raise LayoutError(
                 f"a recipe describes whole tensors, and {side} holds {got}", got=got, want=want, next_step=step
             )

@@ -138,7 +138,7 @@ def check_whole(
         flag = matched.recipe.rules[number].when
         if flag is not None and flags.get(flag) is False:
             raise ContradictionError(
-                f"{names[0]} belongs to models with {flag}, and this model is not one",
+                f"{names[0]} belongs to models with {flag}, but this model is not one of them",
                 tensor=names[0],
                 file=path,
                 got=f"{len(names)} such tensors",
@@ -167,9 +167,9 @@ def check_whole(
         ):
             wanted = source_sides(outcome.rules[0], matched.is_reversed)[:3]
             got = f"no {' and no '.join(map(str, wanted))}"
-            want = f"all that the recipe {matched.recipe.name} makes"
+            want = f"all tensors that the recipe {matched.recipe.name} makes"
             step = "check that the checkpoint is whole, and that config.json is this model's"
-            problem = f"{name}: nothing in the source becomes it"
+            problem = f"{name}: no tensor of the source becomes it"
             raise ContradictionError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
 
 
@@ -186,7 +186,7 @@ def _find_groups(
             other = found.setdefault((layer, rule.choice), (rule.group, name))[0]
             if other != rule.group:
                 problem = f"layer {layer} has tensors of {' and '.join(sorted((other, rule.group)))} blocks"
-                step = "check that the files are those of one model"
+                step = "check that all files belong to one model"
                 raise ContradictionError(problem, tensor=name, file=path, want="one kind of block", next_step=step)
     for (number, kind), (group, name) in found.items():
         rivals = [(rival, one) for rival in layers if rival.rpartition(".")[0] == kind for one in layers[rival]]
@@ -198,7 +198,7 @@ def _find_groups(
                     file=path,
                     got=f"{group} in layer {number}",
                     want=f"{rival} in the {choice.text}",
-                    next_step=f"{_CHECK_CONFIG}, and that all files are of one model",
+                    next_step=f"{_CHECK_CONFIG}, and that all files belong to one model",
                 )
     return {at: group for at, (group, _) in found.items()}
 
@@ -392,7 +392,7 @@ def choose_recipe(
         says = f", and config.json says model_type {' and '.join(map(repr, sorted(types)))}" if types else ""
         got = f"names of {', '.join(f'{one.name} ({one.framework})' for one in recipes)}{says}"
         step = f"{choose}, or keep the names with {option('recipe', 'none')}"
-        problem = f"{source.path}: which recipe its names are of is not clear"
+        problem = f"{source.path}: several recipes fit its names"
         raise UsageError(problem, file=source.path, got=got, want="one recipe", next_step=step)
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
     if nearest is None:
@@ -465,7 +465,7 @@ def load_recipe(asked: str) -> Recipe:
         return read_recipe(asked)
     near = nearest_text(asked, list_shipped_recipes()) or "megatron-llama"
     is_folder = os.path.isdir(asked)
-    problem = f"{asked} is a folder" if is_folder else f"no recipe is called {asked}, and it is not a file"
+    problem = f"{asked} is a folder" if is_folder else f"no recipe is called {asked}, and there is no such file"
     want = f"a recipe's file, or a name such as {near}"
     step = f"run: xrank recipe list, or give {option('recipe', metavar='FILE')} a path"
     raise UsageError(problem, got=asked, want=want, next_step=step)
@@ -478,9 +478,9 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
     if found.missing:
         wrong.append(f"nothing for {list_text(found.missing)} of {found.recipe.name}")
     name = found.recipe.name
-    step = f"correct {name}; to see all of its misfits, run: xrank recipe check {name} {source.path}"
+    step = f"correct {name}; to list everything that does not fit, run: xrank recipe check {name} {source.path}"
     if name in list_shipped_recipes():
-        step = f"give a recipe of your own with {option('recipe', metavar='FILE')}"
+        step = f"give your own recipe with {option('recipe', metavar='FILE')}"
     known = [str(side) for rule in found.recipe.rules for side in source_sides(rule, found.is_reversed)[:1]]
     return UsageError(
         f"{source.path}: {problem}",

@@ -217,7 +217,7 @@ _RENAMES = ("sources", "targets")
 CONDITIONS = ("unless", "when", "group", "optional", "beside", "add", "times", "within")
 
 
-CORRECT = "correct the recipe; those that come with xrank show how it is written"
+CORRECT = "correct the recipe; the recipes that come with xrank are examples"
 
 # Recipes extend each other, so several share most files.
 _loads = lru_cache(maxsize=128)(parse_toml)
@@ -261,11 +261,11 @@ def read_text(path: str) -> str:
             content = file.read(_MAX_NBYTES + 1)
     except OSError as error:
         problem = f"the recipe {path} cannot be read: {error.strerror or error}"
-        step = "name a recipe's file that can be read, or one of the recipes that come with xrank"
+        step = "give a readable recipe file, or the name of a recipe that comes with xrank"
         raise UsageError(problem, file=path, next_step=step) from error
     if len(content) > _MAX_NBYTES:
         got = f"more than {size_text(_MAX_NBYTES)}"
-        raise LayoutError(f"the recipe {path} is too long", file=path, got=got, next_step="name a recipe's file")
+        raise LayoutError(f"the recipe {path} is too long", file=path, got=got, next_step="give a recipe file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -56,7 +56,7 @@ def new_claim(name: str, claims: Claims) -> Claim | None:
             tensor=name,
             got=str(claim),
             want=f"the layout of one tensor, or flat({name} [...])",
-            next_step="give the members layouts of their own",
+            next_step="give each member its own layout",
         )
     return claim
 
@@ -77,7 +77,7 @@ def new_parts(
     if fault is not None:
         where = range_text(shape, fault.address, fault.address)
         ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
-        what = "left to no rank" if fault.kind == "gap" else f"given to {ranks_text(ranks)} in different cuts"
+        what = "given to no rank" if fault.kind == "gap" else f"given to {ranks_text(ranks)} in contradicting layouts"
         problem = f"{name}, from {where} on: {what} by the new layout"
         got = f"{claim} of {list(shape)} on {claim.mesh.grid}"
         want, step = "every element on some rank, and equal parts wherever several have it", "correct the layout file"
@@ -95,7 +95,7 @@ def _prove(
         if part is None:
             continue
         if part.sums:
-            problem = f"the layout asks for addends over {', '.join(part.sums)}, and a stored tensor is the sum"
+            problem = f"the layout has partial sums over {', '.join(part.sums)}, but the stored tensor is the whole sum"
             raise LayoutError(problem, got=str(claim), want="parts or replicas")
         found[rank] = part
     rows = [(rank, nest) for rank, part in found.items() for nest in part.nests]
@@ -180,7 +180,7 @@ def plan_reshard(
         found = read_source(source, base=base, part=part, world_size=world_size, keeps_names=True)
     except LayoutError as error:
         # The layouts of a reshard are the new ones.
-        error.advise("gather it with its layouts or a base model, then reshard the model that this makes")
+        error.advise("gather it with its layouts or a base model, then reshard the model")
         raise
     if options.dequantize:
         from xrank.recipes.dequantization import dequantize_source
@@ -235,7 +235,7 @@ def plan_reshard_of(
     changed = made if config_path is not None else None
     notes = [*stored.notes, *found.notes, *selection.notes, *layout_notes(new, stored), *states.notes()]
     if states.unmatched:
-        text = f"{list_text(states.unmatched)}: the engine takes no part, for its layouts have no rule"
+        text = f"{list_text(states.unmatched)}: not sent to the engine, because its layouts have no rule"
         notes.append(("not-taken", text))
     if stored.run_id is None:
         notes.append(("new-run-id", f"the source records no run id; the states say run {run_id}"))
@@ -333,12 +333,12 @@ class _States(Struct):
         if own in held:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)
             raise LayoutError(
-                f"{name}: rank {rank} is to know it as {own}, and {other}, too",
+                f"{name}: rank {rank} would have both {own} and {other} under this name",
                 tensor=name,
                 rank=rank,
                 got=f"two tensors {own}",
                 want="a name for each",
-                next_step="let the names with dims in the layout file differ from other names",
+                next_step="choose different names with dims in the layout file",
             )
         held[own] = record
         self.own_names.setdefault(rank, {})[name] = own
@@ -377,11 +377,11 @@ class _States(Struct):
         for rule, layout in self.layouts.items():
             flat = None if layout is None else flat_of(layout)
             if flat is not None and any(member.name == first for member in flat.members):
-                problem = f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none"
-                step = "give the buffer's members layouts of their own"
+                problem = f"{first}: the layout file puts it into the flat buffer {rule}, but reshard writes none"
+                step = "give each member of the buffer its own layout"
                 raise LayoutError(problem, tensor=first, got=str(layout), want="a rule for each tensor", next_step=step)
         dims = ", ".join(f"d{i}" for i in range(len(self.shapes[first])))
-        problem = f"{first}: no rule of the layout file says how it is cut{likewise_text(more)}"
+        problem = f"{first}: no rule of the layout file gives its layout{likewise_text(more)}"
         step = f'add a rule, such as "{first}" = "[{dims}]" for a tensor that every rank holds whole'
         got = f"{len(self.layouts)} rules"
         raise LayoutError(problem, tensor=first, got=got, want="one for every tensor", next_step=step)

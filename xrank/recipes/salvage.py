@@ -159,10 +159,10 @@ def explain_missing(missing: Sequence[MissingTensor], faults: Faults, path: str)
     """Return the error for missing tensors that nothing fills in."""
     names = list_text([one.name for one in missing], 3)
     return IncompleteError(
-        f"{path}: {plural(len(missing), 'tensor')} not whole: {names}",
+        f"{path}: {plural(len(missing), 'tensor')} damaged or missing: {names}",
         tensor=missing[0].name,
         file=faults.errors[0].file if faults.errors else path,
         got=missing[0].problem,
-        want="whole tensors, or a base model's in their place",
-        next_step=f"restore what xrank inspect lists, or give {option('salvage', True)}, which writes the whole ones",
+        want="undamaged tensors, or a base model that replaces them",
+        next_step=f"restore what xrank inspect lists, or add {option('salvage', True)} to write the undamaged ones",
     )

@@ -149,7 +149,7 @@ def find_scheme(name: str, dialect: str | None = None) -> Scheme:
     step = f"choose with {option('quantize')} one of these"
     if _CALIBRATED.search(wanted):
         step = f"{step}; or gather without {option('quantize')}, then let llm-compressor calibrate and quantize"
-    problem = f"there is no scheme {repr_text(name, 40)} that quantizes without data"
+    problem = f"there is no data-free quantization scheme {repr_text(name, 40)}"
     raise UsageError(problem, got=repr_text(name, 40), want=f"one of {', '.join(known)}", next_step=step)
 
 
@@ -297,7 +297,7 @@ def plan_quantization(
         problem = f"{known.name}: the model is quantized already"
         raise UsageError(problem, tensor=known.name, got=got, want="weights in floating point", next_step=step)
     if model_type in _CONV1D:
-        problem = f"the matrices of {model_type} are [in, out], which no engine reads quantized"
+        problem = f"the matrices of {model_type} are [in, out], which engines cannot load quantized"
         raise UsageError(problem, got=f"model_type {model_type}", next_step=f"gather without {option('quantize')}")
     patterns = find_ignored_patterns(scheme, ignore)
     _check_matches(patterns[len(IGNORED) + len(scheme.ignored) :], outputs)
@@ -374,7 +374,7 @@ def _misfit_error(scheme: Scheme, misfits: Mapping[str, str]) -> UsageError:
         f"{name} does not fit {scheme.name}{likewise_text([*misfits][1:], 3)}",
         tensor=name,
         got=misfit,
-        want="matrices [out, in] that its groups of columns divide",
+        want="matrices [out, in] with columns divisible by its group size",
         next_step=f"keep it in floating point with {step}",
     )
 

@@ -69,7 +69,7 @@ def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
         count = prod(sizes.get(size, 1) for dim in name.dims for size in size_names_of(dim))
         if count > MAX_NAMES:
             raise ContradictionError(
-                f"{name} would stand for more tensors than any model has",
+                f"{name} would match more tensors than any model has",
                 tensor=str(name),
                 got=clip(str(count), 40),
                 want=f"at most {MAX_NAMES:,}",
@@ -301,7 +301,7 @@ def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping
     if told < count:
         last = max(indices, key=lambda name: indices[name])
         raise ContradictionError(
-            f"{last} belongs to a layer beyond the {told} of {origin}",
+            f"{last} belongs to a layer after the {told} of {origin}",
             tensor=last,
             file=path,
             got=f"{count} layers",

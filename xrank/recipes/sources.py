@@ -66,7 +66,7 @@ def check_roundings(model: StoredModel) -> StoredModel:
         if compute_digests(plain, outputs) != compute_digests(rounded, outputs):
             file = model.files[int(model.records.file[int(shard.record[0])])].path
             raise ContradictionError(
-                f"{file}: belongs to another save than the fp32 weights, or to another layer or expert",
+                f"{file}: belongs to a different save, layer or expert than the fp32 weights",
                 tensor=shard.name,
                 file=file,
                 got=f"other values of {shard.name}",
@@ -117,7 +117,7 @@ def read_best(where: SourcePlace, hints: Hints, share: tuple[int, int] = (0, 1))
         if found is None or not found.shards:
             raise
         model = found
-        notes.append(("also-here", f"{_beside(place, chosen, found, others[0][1])}, and cannot be read: {error}"))
+        notes.append(("also-here", f"{_beside(place, chosen, found, others[0][1])}, but cannot be read: {error}"))
         (_, chosen), others = others[0], others[1:]
     # A part that the caller chose by name need not equal another model beside it; layouts are not values.
     if hints.part is None and not hints.needs_layouts and not hints.faults.errors:
@@ -136,7 +136,7 @@ def _read(reader: Reader, place: str, hints: Hints, *, is_other: bool = False) -
         model = remove_wrapper_names(model, make_finder(known, config, hints.is_left_out), known)
     if hints.part != model.part and not is_other:
         raise UsageError(
-            f"{option('part')} was given, but {place} contains one model that is not in parts",
+            f"{option('part')} was given, but {place} contains a single model without parts",
             file=place,
             got=option("part", hints.part),
             want="a checkpoint of several parts, such as model and ema",
@@ -147,18 +147,18 @@ def _read(reader: Reader, place: str, hints: Hints, *, is_other: bool = False) -
 
 def _emptiness(place: str, reader: Reader) -> UsageError:
     return UsageError(
-        f"{place}: its {reader.name} files hold no tensor",
+        f"{place}: its {reader.name} files contain no tensor",
         file=place,
         got="0 tensors",
         want="a model or an adapter",
-        next_step="name the checkpoint of another step; if all are empty, the trainer could not save the model, as "
-        "FSDP1 an adapter: train with FSDP2, or save with xrank.export_model",
+        next_step="give the checkpoint of a different step; if all are empty, the trainer could not save the model "
+        "(FSDP1 cannot save an adapter): train with FSDP2, or save with xrank.export_model",
     )
 
 
 def _beside(place: str, reader: Reader, model: StoredModel, chosen: Reader) -> str:
     where = "" if place == model.path else f" in {place}"
-    return f"{reader.name} files{where} lie beside the {chosen.name} files that are read"
+    return f"{reader.name} files{where} are next to the {chosen.name} files that are read"
 
 
 def _compare(
@@ -193,7 +193,7 @@ def _compare(
                     want=_ONE_MODEL,
                     next_step=step + (f"; if not, {error.next_step}" if error.next_step else ""),
                 ) from error
-            yield "also-here", f"{begin}, and cannot be read: {error}"
+            yield "also-here", f"{begin}, but cannot be read: {error}"
             continue
         seen.update(file.path for file in other.files)
         if not other.shards:
@@ -384,8 +384,8 @@ def read_source(
     if world_size is not None and world_size != model.world_size:
         stated, has_fewer = option("world_size", world_size), (model.world_size or world_size) < world_size
         got = "a source that records no ranks" if model.world_size is None else plural(model.world_size, "rank")
-        problem = f"{model.path} was not written by as many ranks as {stated} states"
-        step = f"correct {option('world_size')} or leave it out"
+        problem = f"{model.path} was not written by the number of ranks in {stated}"
+        step = f"correct or omit {option('world_size')}"
         step = f"copy the files of the missing ranks into the folder, or {step}, then {AGAIN}" if has_fewer else step
         kind = IncompleteError if has_fewer else UsageError
         raise kind(problem, file=model.path, got=got, want=plural(world_size, "rank"), next_step=step)
@@ -449,8 +449,8 @@ def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
         like = known.get(shard.name)
         if shard.shape == (0,) and dtypes.dtype(shard.dtype).is_float and (like is None or like[1] != (0,)):
             step = "make the call within deepspeed.zero.GatheredParameters(list(module.parameters())), or save a "
-            step += "checkpoint and gather that: xrank gather; if there are no values, leave the tensor out"
-            problem = f"{shard.name} has shape [0], as DeepSpeed's ZeRO-3 leaves it in the place of a tensor"
+            step += "checkpoint and gather that: xrank gather; if there are no values, omit the tensor"
+            problem = f"{shard.name} has shape [0], a placeholder of DeepSpeed's ZeRO-3"
             want = "values; or a base model that has it so"
             raise UsageError(problem, tensor=shard.name, got="shape [0]", want=want, next_step=step)
 
@@ -463,7 +463,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     if places.is_file(text):
         step = f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}"
         want = "a model's folder, as from_pretrained takes it"
-        raise UsageError(f"{text} is a file, no base model", file=text, got="a file", want=want, next_step=step)
+        raise UsageError(f"{text} is a file, not a base model", file=text, got="a file", want=want, next_step=step)
     path = text if places.is_folder(text) else find_hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
     tensors = {}
@@ -473,7 +473,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     config = read_config(config_path) if places.exists(config_path) else None
     tensors = {name: tensor for name, tensor in tensors.items() if name not in list_unsaved(config)}
     if not tensors and config is None:
-        problem = f"{path} is no base model: it holds neither safetensors weights nor a config.json"
+        problem = f"{path} is not a base model: it contains neither safetensors weights nor a config.json"
         got = list_text(sorted(places.list_names(path)), empty="an empty folder")
         step = f"give {option('base_model')} the folder of the model itself"
         raise UsageError(problem, file=path, got=got, next_step=step)
@@ -509,5 +509,5 @@ def complete_adapter(
     kept = replace(inner, shards=tuple(shard for shard in inner.shards if shard.name not in own))
     whole = merge_models(replace(source, absent=()), kept, PREFIX)
     replaced = sorted(own.intersection(shard.name for shard in inner.shards))
-    notes = [("adapter-trained", f"{list_text(replaced)}: taken from {source.path}, not from the base model")]
+    notes = [("adapter-trained", f"{list_text(replaced)}: copied from {source.path}, not from the base model")]
     return replace(whole, nbytes=source.nbytes + stored.nbytes, notes=(*source.notes, *(notes if replaced else ())))

@@ -105,7 +105,7 @@ def _find_grid(choices: StateChoices) -> Grid | None:
     def find_claim(name: str, num_dims: int) -> Claim:
         claim = new_claim(name, claims)
         if claim is None:
-            problem, step = f"{name}: no rule of the layout file says how it is cut", f'add a rule for "{name}"'
+            problem, step = f"{name}: no rule of the layout file gives its layout", f'add a rule for "{name}"'
             raise UsageError(
                 problem, tensor=name, got=f"{len(layouts)} rules", want="one for every parameter", next_step=step
             )
@@ -167,9 +167,7 @@ def _rename(state: TrainingState, recipe: str | os.PathLike[str] | None) -> Trai
     trained = {new for new, olds in sources.items() if any(old in state.states for old in olds)}
     changed = [s.name for s in renamed.shards if s.name in trained and (s.factor, s.added) != (1.0, 0)]
     if changed:
-        problem = (
-            f"the recipe {renamed.recipe} multiplies {list_text(changed)}, or adds to it, which moments do not follow"
-        )
+        problem = f"the recipe {renamed.recipe} multiplies {list_text(changed)}, or adds to it; moments cannot follow"
         want, step = "a recipe that names, splits and permutes", f"keep the names with {option('recipe', 'none')}"
         raise Origin(stored.path).usage(problem, "a factor or an addition", want, step, tensor=changed[0])
     found: list[StoredShard] = [*renamed.shards, *(shards[name] for name in state.others)]

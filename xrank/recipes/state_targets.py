@@ -200,7 +200,7 @@ def _describe_losses(state: TrainingState, target: StateTarget) -> Iterator[Note
     names = {name for name, _ in _list_model(state)}
     unstepped = sorted(grouped - state.states.keys())
     if unstepped:
-        text = f"{list_text(unstepped)}: never stepped, so no optimizer state is written for them"
+        text = f"{list_text(unstepped)}: never updated, so no optimizer state is written for them"
         yield "never-stepped", text + ("" if is_universal else "; torch loads it with StateDictOptions(strict=False)")
     others = sorted(names - grouped - state.stored.aliases.keys())
     if others:
@@ -216,7 +216,7 @@ def _describe_losses(state: TrainingState, target: StateTarget) -> Iterator[Note
         text = (
             "the parameters are written as their fp32 masters; a model of another dtype rounds them, and the moments,"
         )
-        yield "masters", f"{text} while it loads: load fp32 parameters to go on exactly"
+        yield "masters", f"{text} while it loads: load fp32 parameters to resume exactly"
     elif narrow and not has_masters:
         text = f"the source trains {list_text(narrow)} parameters, which have no fp32 masters"
         yield "masters", f"{text}; their values become the masters" if is_universal else text
@@ -226,13 +226,13 @@ def _describe_losses(state: TrainingState, target: StateTarget) -> Iterator[Note
     if any("initial_lr" not in group.options for group in state.groups) and not is_universal:
         yield (
             "initial-lr",
-            "the source records no initial_lr: the present lr stands for it, which only new schedulers use",
+            "the source does not record initial_lr: the current lr is written, which only new schedulers use",
         )
     if target == "torchtitan":
         counted = "" if "train_state" in state.values else ", and train_state.ntokens_seen begins at 0"
         yield (
             "data-loader",
-            f"no position of data is written{counted}: set checkpoint.exclude_from_loading to dataloader",
+            f"no data loader position is written{counted}: set checkpoint.exclude_from_loading to dataloader",
         )
     if (foreign := sorted(_OF_DEEPSPEED & state.values.keys())) and not is_universal:
         yield "left-out", f"{list_text(foreign)}: about DeepSpeed's engine"
@@ -315,9 +315,9 @@ def _cut(path: Path, shard: StoredShard, parameter: str | None, grid: Grid | Non
         strides, address = row_major(shape), new.part.nests[0].y
         offsets = tuple(address // stride % size for stride, size in zip(strides, shape, strict=True))
         if new.part.nests != (_box(shape, offsets, new.shape),):
-            problem = f"{parameter}: the layout gives rank {rank} a part that is not one box, which DCP cannot hold"
+            problem = f"{parameter}: the layout gives rank {rank} a part that is not a single box; DCP cannot store it"
             got, want = f"{plural(len(new.part.nests), 'piece')}", "consecutive indices of each dim"
-            other = "change the layout: DCP loads on any ranks, whatever it is cut for"
+            other = "change the layout: DCP can load any layout on any ranks"
             raise LayoutError(problem, tensor=parameter, rank=rank, got=got, want=want, next_step=other)
         if offsets not in seen:
             seen.add(offsets)
@@ -350,7 +350,7 @@ def _lay_out_universal(state: TrainingState, tag: str, made: TargetFiles) -> Non
     """Add the files of deepspeed/checkpoint/ds_to_universal.py, for ZeRO of all stages."""
     extra = sorted({kind for kinds in state.states.values() for kind in kinds} - {MASTER, "exp_avg", "exp_avg_sq"})
     if extra:
-        problem, other = f"keeps {list_text(extra)}, which a universal checkpoint has no place for", option("to", "dcp")
+        problem, other = f"keeps {list_text(extra)}, which a universal checkpoint cannot contain", option("to", "dcp")
         raise Origin(state.stored.path).usage(problem, list_text(extra), "exp_avg and exp_avg_sq", f"use {other}")
     trained, model = set(chain(*(group.parameters for group in state.groups))), dict(_list_model(state))
     # FusedAdam and CPUAdam, whose groups have this option, count steps in numbers, torch's classes in tensors.

@@ -188,7 +188,7 @@ def find_ties(
         if untied:
             name, target = next(iter(untied.items()))
             more = f", and {len(untied) - 1} more such" if len(untied) > 1 else ""
-            text = f"{name} is one with {target} in the source{more}, and config.json does not tie them"
+            text = f"{name} is tied to {target} in the source{more}, but config.json does not tie them"
             notes.append(("untied", f"{text}: all are written"))
             recorded = {name: other for name, other in recorded.items() if name not in untied}
     names = all_names.difference(apart)

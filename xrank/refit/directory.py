@@ -178,11 +178,11 @@ def _content_error(path: str, problem: str, got: str, want: str) -> CorruptError
 
 def _place_error(path: str, got: str) -> UsageError:
     return UsageError(
-        f"{path}: another user's, or not a registration, and none can take its place",
+        f"{path}: another user's, or not a registration, and this rank cannot replace it",
         file=path,
         got=got,
         want=f"a file of user {user_id()}, of {_MAX_NBYTES:,} bytes at most, or nothing",
-        next_step="start both jobs as one user, in a directory in which no other user may write",
+        next_step="start both jobs as the same user, with a directory that no other user may write to",
     )
 
 

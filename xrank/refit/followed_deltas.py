@@ -144,7 +144,7 @@ class FollowedWeights(TakenWeights):
 
     def copy_from_engines(self, *, timeout_seconds: float = 600.0) -> UpdateReport:
         """Refuse: an engine that starts late takes the newest version by `update`."""
-        raise UsageError("weights that follow versions are not copied from engines", next_step="call update")
+        raise UsageError("weights that follow versions cannot be copied from engines", next_step="call update")
 
     def _end(self, error: BaseException | None) -> None:
         self._is_closed = True
@@ -160,10 +160,10 @@ class FollowedWeights(TakenWeights):
                     return number, versions[number]
             if deadline.has_passed:
                 raise RankTimeoutError(
-                    f"no new version came into {self._folder}",
+                    f"there is no new version in {self._folder}",
                     file=self._folder,
-                    got="none" if held is None else f"version {held.number}, which is held",
-                    want="a later version, or one of another run",
+                    got="none" if held is None else f"version {held.number}, which the engine has",
+                    want="a later version, or a version of a different run",
                     next_step="let the trainer write the next version, then repeat the call",
                 )
             sleep(_LOOK_SECONDS * (4 if is_url(self._folder) else 1))
@@ -244,7 +244,7 @@ def _find_step(versions: Mapping[int, str], step: int | None) -> int | None:
         if step is not None and found < step:
             return None
     if versions and step is not None:
-        want, next_step = "a step that is there or comes later, or None for the newest", "take the newest version"
+        want, next_step = "an existing or later step, or None for the newest", "use the newest version"
         raise UsageError(f"step {step} is past", got="no version of it", want=want, next_step=next_step)
     return None
 
@@ -260,8 +260,8 @@ def check_no_address(address: object, surplus: Mapping[str, object]) -> None:
     name = "address" if address is not None else next((name for name, value in surplus.items() if value), None)
     if name is not None:
         raise UsageError(
-            "versions in a folder are taken without a trainer",
+            "versions in a folder are loaded without a trainer",
             got=f"deltas= and {name}=",
             want="one of them",
-            next_step=f"leave {name}= out, or take the weights from a trainer without deltas=",
+            next_step=f"omit {name}=, or take the weights from a trainer without deltas=",
         )

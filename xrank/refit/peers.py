@@ -305,7 +305,7 @@ class PeerRank:
             try:
                 offer.memory.read_into(int(offer.addresses[view]) + start, into)
             except LendingEndedError:
-                raise self.make_error("its process ended, or no longer lends its memory") from None
+                raise self.make_error("its process ended, or its memory is no longer readable") from None
             except UnreadableMemoryError:
                 offer.memory = None
             else:
@@ -430,7 +430,7 @@ class EngineRanks:
             if status.phase is Phase.ENDED or status.round == own:
                 check_phase(peer, status)
             elif status.round > own > status.committed:
-                raise peer.make_error("it has failed in this call, and has repeated it meanwhile")
+                raise peer.make_error("it failed in this call, and has already called again")
 
     def wait_for_all(self, own: RankStatus, check: Callable[[], object]) -> bool:
         """Wait until all ranks hold this rank's step; return False if one holds a newer step, or another trainer's.
@@ -792,7 +792,7 @@ def _check_step(peer: PeerRank, status: RankStatus, step: int) -> None:
 
 def _step_error(peer: PeerRank, got: int, step: int) -> ContradictionError:
     return ContradictionError(
-        f"{peer.role} publishes step {got}, this rank step {step}",
+        f"{peer.role} publishes step {got}, but this rank step {step}",
         rank=peer.rank,
         want=f"step {step} on all ranks of the trainer",
         next_step="let all ranks publish the same steps in the same order",

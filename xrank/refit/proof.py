@@ -82,7 +82,7 @@ def plan_proof(planned: TargetPlan, model: TrainerModel, *, is_compared: bool = 
     """Return the parts that an engine rank holds of a trainer's tensors, under the trainer's names."""
     numbers = {shard.name: number for number, shard in enumerate(model.source.shards)}
     shards = {shard.name: shard for shard in planned.plan.source.shards}
-    found, unproven = [], dict.fromkeys(planned.whole, "the engine's loader takes it whole")
+    found, unproven = [], dict.fromkeys(planned.whole, "the engine's loader gets the whole tensor")
     for one, tensor in zip(planned.plan.tensors, planned.tensors, strict=True):
         output, name = one.output, one.output.name
         if name in planned.whole:
@@ -94,7 +94,7 @@ def plan_proof(planned: TargetPlan, model: TrainerModel, *, is_compared: bool = 
         elif one.changed or one.update is not None:
             unproven[name] = "computed from the trainer's values"
         elif name not in numbers or not _is_same(shards[name], model.source.shards[numbers[name]]):
-            unproven[name] = "a tensor of the engine that is joined or cut from those of the trainer"
+            unproven[name] = "a tensor of the engine that is joined or split from the trainer's tensors"
         nests = None if output.part is None else output.part.nests
         part = _make_part(tensor, output.global_shape, dtypes.dtype(output.dtype).nbytes, nests)
         number = -1 if name in unproven else numbers[name]
@@ -134,7 +134,7 @@ class DigestTable(MemoryBytes):
             raise UsageError(
                 f"this rank holds parts of {len(parts):,} tensors, too many for a proof",
                 want=f"at most {(self.nbytes // 8 - _HEAD) // (3 + NUM_BLOCKS):,}",
-                next_step="leave proof out on both sides",
+                next_step="omit proof on both sides",
             )
         rows = np.empty((len(parts), 3), np.uint64)
         rows[:, 0], rows[:, 1] = [one.number for one in parts], [one.places for one in parts]
@@ -208,13 +208,13 @@ class HeldDigests:
         """Return the numbers of tensors and of bytes that are as they were; ContradictionError if values differ."""
         for name, where in (changed := self.find_changed()):
             raise ContradictionError(
-                f"{name}: engine rank {self.rank} does not hold what it took in {where}",
+                f"{name}: engine rank {self.rank} has different values than after its last update in {where}",
                 tensor=name,
                 rank=self.rank,
                 index_range=where,
                 got=f"other values{likewise_text([other for other, _ in changed[1:]])}",
                 want="those of the last update",
-                next_step="find what writes to the engine's weights, and take a step again",
+                next_step="find what writes to the engine's weights, and call update again",
             )
         sizes = (int(one.part.nests.sizes.sum()) * one.part.rows.width for one in self.parts)
         return len({one.name for one in self.parts}), sum(sizes)
@@ -338,5 +338,5 @@ def _make_error(
         rank=faults[0][0].rank,
         index_range=where,
         want=f"the values that {lenders} had at publish",
-        next_step="call update again; if this comes again, check the memory and the network of both hosts",
+        next_step="call update again; if this happens again, check the memory and the network of both hosts",
     )

@@ -147,7 +147,7 @@ def offer_weights(
         timeout_seconds: how long ranks may take to arrive.
 
     Raises:
-        UsageError: another trainer offers its weights at the address.
+        UsageError: a different trainer offers its weights at the address.
         XrankError: as `xrank.export_model`, before anything is offered.
 
     Example:
@@ -354,7 +354,7 @@ def _check_no_trainer(place: Address) -> None:
     if status.phase is Phase.ENDED if status is not None else has_ended:
         return
     raise UsageError(
-        f"another trainer offers its weights at {place.path}",
+        f"a different trainer offers its weights at {place.path}",
         file=registration.path,
         got=f"an offer of {peer.place}",
         next_step="close the other offer, or choose another directory",
@@ -485,7 +485,8 @@ class WeightsOffer:
                     return
                 if deadline.has_passed:
                     raise RankTimeoutError(
-                        f"{here} of {plural(count, 'engine rank')} came to {self._place.path} in {timeout_seconds:g} s",
+                        f"{here} of {plural(count, 'engine rank')} connected to {self._place.path} in "
+                        f"{timeout_seconds:g} s",
                         file=self._place.path,
                         next_step="check that the engine's ranks call take_weights with this directory",
                     )
@@ -663,7 +664,7 @@ class WeightsOffer:
                 f"step {step} is out of order",
                 got=f"step {step!r} after {'no step' if last < 0 else f'step {last}'}",
                 want=f"an integer of at least {last + 1}",
-                next_step="number the steps upwards; after a restart make a new offer",
+                next_step="increase the step with each publish; after a restart make a new offer",
             )
         present = self._place.find_trainer_id()
         # After that look: the rank that closes notes the reason before it removes the registration.
@@ -687,13 +688,13 @@ class WeightsOffer:
                 tensor=name,
                 got=new,
                 want=old,
-                next_step="close the offer and call offer_weights again: engines then plan anew",
+                next_step="close the offer and call offer_weights again: engines then make a new plan",
             )
 
     def _check_values(self, versions: Sequence[int], step: int) -> None:
         if self._part.count_versions() != versions:
             raise ContradictionError(
-                f"a tensor was changed in place while step {step} was visible",
+                f"a tensor was changed in place while step {step} was offered",
                 next_step="do not step the optimizer before publish has returned, in any thread or hook, "
                 "or use snapshot=True",
             )
@@ -704,5 +705,5 @@ class WeightsOffer:
             f"{names} has not {what} in {deadline.timeout_seconds:g} s",
             rank=late[0].rank,
             waiting_for=tuple(peer.rank for peer in late),
-            next_step=f"check why {late[0].role} does not come; it takes the next step that is published",
+            next_step=f"check why {late[0].role} is late; it gets the next step that is published",
         )

@@ -168,7 +168,7 @@ class TrainerLink(Struct, eq=False):
                     raise UsageError(
                         f"step {step} is past",
                         got=f"step {max(status.step for status in statuses)} of the trainer",
-                        want="a step that is visible or comes later, or None for the newest",
+                        want="an offered or later step, or None for the newest",
                     )
                 if is_new(newest) and all(
                     status.phase in (Phase.OPEN, Phase.STEADY) and status.step == newest for status in statuses
@@ -214,9 +214,10 @@ def _join_mooncake(offers: Mapping[int, Mapping[str, Any]], planned: TargetPlan,
     for rank, description in offers.items():
         if description.get("mooncake") is None:
             raise UsageError(
-                f"trainer rank {rank} does not lend its tensors by Mooncake",
+                f"trainer rank {rank} does not offer its tensors through Mooncake",
                 rank=rank,
-                next_step=f"call offer_weights with {option('wire')}='mooncake', as this engine, or neither of both",
+                next_step=f"call offer_weights with {option('wire')}='mooncake', as this engine does, or without it "
+                f"on both sides",
             )
     rows = [(locate_elements(tensor)[0], tensor.nbytes) for tensor in planned.tensors]
     engine = MooncakeEngine([(address, nbytes) for address, nbytes in rows if address])
@@ -431,11 +432,11 @@ class RelayedEngine(Struct, frozen=True, eq=False):
                 if _digest(int(model.source.records.nbytes[record]), fetch) != bytes(want):
                     peer = self.peers[position]
                     return ContradictionError(
-                        f"{one.output.name} has changed on {peer.role} since it took the step",
+                        f"{one.output.name} has changed on {peer.role} since it got the step",
                         tensor=one.output.name,
                         rank=peer.rank,
                         want=f"digest {want.hex()}",
-                        next_step="take the trainer's next step, and find what changes the engine's weights",
+                        next_step="update from the trainer's next step, and find what changes the engine's weights",
                     )
         return None
 
@@ -651,7 +652,7 @@ class TakenWeights:
         Tensors that a loader took whole, and elements that are padding, are not digested.
 
         Raises:
-            UsageError: the weights were taken without ``proof=True``, or no step is held.
+            UsageError: the weights were taken without ``proof=True``, or the engine has no step.
             ContradictionError: values have changed, or a tensor has other memory; it names tensor, rank and rows.
 
         Example:
@@ -673,19 +674,19 @@ class TakenWeights:
         if self._proof is None or self.step is None or self._is_closed:
             raise UsageError(
                 "there are no digests to compare with",
-                got="no proof" if self._proof is None else "no step is held",
-                want="a step that was taken with take_weights(..., proof=True)",
-                next_step="make the weights with proof=True, and call update first",
+                got="no proof" if self._proof is None else "the engine has no step",
+                want="a step from take_weights(..., proof=True)",
+                next_step="call take_weights with proof=True, and update first",
             )
         started, rank = monotonic(), self._number
         if (moved := find_moved(self._checked_places, self._target.list_places())) is not None:
             raise ContradictionError(
-                f"{moved[0]}: engine rank {rank} has another tensor in the place of the one that it filled",
+                f"{moved[0]}: engine rank {rank} has replaced the tensor that the last update filled",
                 tensor=moved[0],
                 rank=rank,
                 got=moved[2],
                 want=moved[1],
-                next_step="find what replaces the engine's weights, and take a step again",
+                next_step="find what replaces the engine's weights, and call update again",
             )
         return CheckReport(self.step, *self._proof.check(), monotonic() - started)
 
@@ -713,7 +714,7 @@ class TakenWeights:
             cause = f"{type(error).__name__}: {error}"
         is_of_trainer = self._trainer is not None and self._trainer.number == self._held_offer
         held = self.step if is_of_trainer and self.step is not None else -1
-        if self._trainer is not None and (cause or held >= 0):  # it may look when the status cannot be read any more
+        if self._trainer is not None and (cause or held >= 0):  # it may look when the status can no longer be read
             content = {"cause": cause, "trainer": self._trainer.number, "round": status.round, "step": held}
             left = self._place.register("left", self._engine, self._number, content)
             if self._place.find_trainer_id() != self._trainer.id:  # it has closed, and looks no more
@@ -757,7 +758,7 @@ class TakenWeights:
                 if step is not None:
                     raise ContradictionError(
                         f"the trainer closed step {found} before this rank had read it",
-                        next_step="let publish wait longer, and take the next step",
+                        next_step="let publish wait longer, and get the next step",
                     )
                 continue
             if link.proof is not None and len(digests) < len(link.peers):
@@ -842,13 +843,13 @@ class TakenWeights:
                         return report
                 if not found:
                     raise failure or IncompleteError(
-                        f"no other engine lends a step at {self._place.path}",
+                        f"no other engine offers a step at {self._place.path}",
                         file=self._place.path,
-                        got=f"step {'none' if self.step is None else self.step} is held",
-                        want="an engine of take_weights(..., relay=True) that has taken a newer step",
-                        next_step="wait for the trainer by update",
+                        got=f"step {'none' if self.step is None else self.step} is on the engine",
+                        want="an engine of take_weights(..., relay=True) that has a newer step",
+                        next_step="wait for the trainer with update",
                     )
-                self._check(deadline, "a newer step of another engine")
+                self._check(deadline, "a newer step of a different engine")
                 sleep(LOOK_SECONDS / 10)
         raise AssertionError
 
@@ -873,7 +874,7 @@ class TakenWeights:
                     f"{tensor.output.name}: the other engine has cast it from the trainer's type",
                     tensor=tensor.output.name,
                     got=f"{tensor.source_dtype} there, {tensor.output.dtype} here",
-                    next_step="take the step from the trainer, or from an engine with the same types",
+                    next_step="get the step from the trainer, or from an engine with the same types",
                 )
         with closing(engine.open_source(self._offer, model, check)) as source:
             transfer = make_transfer(planned, self._number, source, self._max_memory_nbytes)
@@ -941,11 +942,11 @@ class TakenWeights:
             started = monotonic()
             if self._proof is not None and not registration.content.get("proof"):
                 raise UsageError(
-                    f"the trainer at {self._place.path} makes no digests to compare with",
+                    f"the trainer at {self._place.path} computes no digests to compare with",
                     file=registration.path,
                     got="an offer without proof",
                     want="offer_weights(..., proof=True)",
-                    next_step="give proof=True on both sides, or leave it out here",
+                    next_step="give proof=True on both sides, or omit it here",
                 )
             model = read_trainer_model(registration)
             planned = self._target.plan(model)
@@ -984,10 +985,10 @@ class TakenWeights:
             raise RankTimeoutError(
                 "Mooncake could not read the trainer's tensors, although all of its ranks answer",
                 next_step="look at what Mooncake has logged, and check its variables (MOONCAKE_PROTOCOL, "
-                f"MOONCAKE_DEVICE, MOONCAKE_LOCAL_HOSTNAME) on both sides; or leave {option('wire')} out on both",
+                f"MOONCAKE_DEVICE, MOONCAKE_LOCAL_HOSTNAME) on both sides; or omit {option('wire')} on both",
             )
         raise ContradictionError(
-            "memory of a trainer's tensor cannot be read any more",
+            "memory of a trainer's tensor can no longer be read",
             next_step="keep the offered tensors alive; then let the trainer offer its weights again",
         )
 
@@ -997,9 +998,10 @@ class TakenWeights:
         if deadline.has_passed:
             self._is_late = True
             raise RankTimeoutError(
-                f"{what} did not come in {deadline.timeout_seconds:g} s",
-                got=f"step {'none' if self.step is None else self.step} is held",
-                next_step="check that the trainer publishes, and all ranks of the engine call update; then repeat it",
+                f"{what} did not arrive within {deadline.timeout_seconds:g} s",
+                got=f"step {'none' if self.step is None else self.step} is on the engine",
+                next_step="check that the trainer publishes, and all ranks of the engine call update; then repeat "
+                "the call",
             )
 
     def _drop_link(self) -> None:

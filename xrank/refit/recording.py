@@ -148,7 +148,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             more = {name: parameter for name, parameter in more.items() if name not in whole}
             if not more:
                 break
-            whole |= {name: f"it shares {parameter} with a whole tensor" for name, parameter in more.items()}
+            whole |= {name: f"it fills {parameter} together with a whole tensor" for name, parameter in more.items()}
         copies = [copy for copy in self.copies if copy.output.name not in whole]
         return Recording(copies, self.fills, whole)
 
@@ -216,10 +216,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.fills.append(Fill(target.detach(), value, parameter, is_first=parameter not in before))
         else:
             raise UsageError(
-                f"{parameter}: the loader writes values to it that are not of a checkpoint",
+                f"{parameter}: the loader writes values to it that are not from a checkpoint",
                 tensor=parameter,
                 got=str(func),
-                next_step="give the engine's tensors with layouts=, or feed it by iter_model",
+                next_step="give the engine's tensors with layouts=, or load it with iter_model",
             )
         return target
 
@@ -319,8 +319,7 @@ def _prove_coverage(
             tensor=name,
             index_range=where,
             got=f"{len(its)} copies from the trainer's tensors",
-            next_step="give the trainer's model all tensors that the engine loads; parameters that no checkpoint has "
-            "must not be among the engine's",
+            next_step="offer all tensors that the engine loads; omit engine parameters that no checkpoint contains",
         )
 
 
@@ -427,7 +426,7 @@ class _Search(Struct):
             layout = _find_layout(shards, self.mesh, shape) or self._find_in_view(shards, shape)
             if layout is None:
                 raise LayoutError(
-                    f"{name}: the parts that the engine's ranks take are no cuts by the axes of {self.mesh.grid!r}",
+                    f"{name}: the engine ranks' parts are not splits by the axes of {self.mesh.grid!r}",
                     tensor=name,
                     got=list_text([f"rank {rank}: {boxes}" for rank, boxes in sorted(parts.items())], 4),
                     next_step="name all axes of the engine in the mesh, the last one fastest",
@@ -506,7 +505,7 @@ def _box_of(nests: Sequence[Nest], name: str, shape: tuple[int, ...]) -> Box:
         loops.insert(0, (n, prod(loop[0] for loop in loops), y))
     if (canonical(Nest(0, nest.y, tuple(loops))),) != box_nests(box, shape):
         raise LayoutError(
-            f"{name}: the engine takes elements that are not a box of the tensor", tensor=name, got=str(nest.loops)
+            f"{name}: the engine loads elements that are not a box of the tensor", tensor=name, got=str(nest.loops)
         )
     return box
 

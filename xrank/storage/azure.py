@@ -216,4 +216,4 @@ def _faults() -> Iterator[None]:
     except exceptions.AzureError as error:  # a connection that failed or broke, or an MD5 that the answer contradicts
         raise FaultError(FaultKind.PASSING, type(error).__name__) from None
     except (KeyError, ValueError):
-        raise FaultError(FaultKind.PASSING, "an answer that is not whole") from None
+        raise FaultError(FaultKind.PASSING, "an incomplete response") from None

@@ -356,7 +356,7 @@ def find_replaced(place: BucketPlace, *, overwrite: bool) -> Replaced | None:
         return None
     if not overwrite:
         next_step = f"choose another {option('out')}, or add {option('overwrite', True)} to replace a model"
-        what = f"exists already (a prefix that holds {_list(there)})"
+        what = f"exists already (a prefix that contains {_list(there)})"
         raise make_exists_error(place.url, what, want="nothing there", next_step=next_step)
     try:
         content, manifest_version = _read_small(place, MANIFEST_NAME)
@@ -383,8 +383,8 @@ def _list(there: Folder) -> str:
 
 def make_unlike_error(url: str, why: str) -> UsageError:
     """Return the error for a model that a store cannot replace by the new one."""
-    what = f"{url}: a store replaces one object at an instant, and more than the weights would change: {why}"
-    return UsageError(what, file=url, next_step=f"choose another {option('out')}, and move readers to it")
+    what = f"{url}: a store can only replace the weights atomically, but more would change: {why}"
+    return UsageError(what, file=url, next_step=f"choose another {option('out')}, and point the readers to it")
 
 
 def _read_small(place: BucketPlace, name: str) -> tuple[bytes, str]:
@@ -434,7 +434,7 @@ class BucketStage(Stage):
         if replaced is not None and replaced.has_index and _NUMBERED.search(name):
             return _NUMBERED.sub(rf"-{stage[:8]}-\1", name)
         if replaced is not None and name != replaced.last:
-            why = f"its readers begin with {replaced.last}, and those of the new model with {name}"
+            why = f"its readers open {replaced.last} first, and readers of the new model {name}"
             raise make_unlike_error(self.path, why)
         return name
 
@@ -509,9 +509,9 @@ class BucketStage(Stage):
         replaced = self._journal.content.replaced
         if replaced is not None and name not in (MANIFEST_NAME, replaced.last):
             if name not in replaced.small:
-                raise make_unlike_error(self.path, f"it has no {name}, and the new model has")
+                raise make_unlike_error(self.path, f"it has no {name}, but the new model has one")
             if _read_small(self._place, name)[0] != content:
-                raise make_unlike_error(self.path, f"its {name} is another than the new model's")
+                raise make_unlike_error(self.path, f"its {name} differs from the new model's")
             self._kept.add(name)
         elif len(content) > _SMALL_NBYTES:
             pool = PartPool()
@@ -542,7 +542,7 @@ class BucketStage(Stage):
         replaced = self._journal.content.replaced
         missing = [] if replaced is None else sorted(set(replaced.small) - self._kept)
         if missing:
-            raise make_unlike_error(self.path, f"it has {missing[0]}, and the new model has not")
+            raise make_unlike_error(self.path, f"it has {missing[0]}, but the new model does not")
 
     def _appear(self) -> None:
         replaced = self._journal.content.replaced
@@ -584,7 +584,7 @@ class BucketStage(Stage):
                 self._make_object(name, there.etag)
                 return
             url = self._place.store.url(self._key_of(name))
-            next_step = f"choose another {option('out')}, and let nothing else write there"
+            next_step = f"choose another {option('out')}, and make sure that nothing else writes there"
             what = "another program wrote it while this gather ran"
             raise make_exists_error(url, what, next_step=next_step) from error
 
@@ -638,7 +638,7 @@ class BucketStage(Stage):
                 url = self._place.store.url(self._key_of(name))
                 got = "none" if there is None else f"{there.nbytes:,} bytes"
                 what = f"{url} is not the object that this gather wrote"
-                next_step = f"look who else writes there; then {AGAIN}"
+                next_step = f"find out who else writes there; then {AGAIN}"
                 raise CorruptError(what, file=url, got=got, want=f"{nbytes:,} bytes", next_step=next_step)
 
 
@@ -668,7 +668,7 @@ def check_bucket_output(place: BucketPlace, *, overwrite: bool, is_states: bool)
     """Refuse an output in a bucket where objects are already; see `xrank.storage.staging.check_output`."""
     Uploads(place.store, place.url)  # without credentials, or a package, the call must change
     if is_states and overwrite:
-        what = f"{place.url}: states of ranks in a store are not replaced"
+        what = f"{place.url}: states of ranks in a store cannot be replaced"
         raise UsageError(what, file=place.url, next_step=f"choose another {option('out')}")
     found = read_journal(place)
     if found is None or found[0] is None or not found[0].is_committing:
@@ -711,8 +711,8 @@ def _claim(
         raise _make_running_error(place, old)
     is_same = old is not None and old.plan == plan_digest and resume
     if old is not None and old.is_committing and not is_same:
-        next_step = f"run that gather again, which ends it, or run xrank clean {place.url}"
-        what = "a gather of another plan was stopped while its files became visible"
+        next_step = f"run that gather again, which completes it, or run xrank clean {place.url}"
+        what = "a gather with a different plan was stopped during its commit"
         raise make_exists_error(place.url, what, next_step=next_step)
     mine = old if old is not None and is_same else BucketJournal(os.urandom(8).hex(), plan_digest)
     lost = OutputExistsError if found is None else (ContradictionError, IncompleteError)
@@ -724,13 +724,14 @@ def _claim(
         return journal, ()
     for upload in old.uploads.values():
         uploads.abort(place.file_key(upload.name), upload.upload_id)
-    why = "its run had another plan (another source, or other options)" if resume else "this run was not to resume"
+    has_other_plan = "its run had a different plan (a different source, or different options)"
+    why = has_other_plan if resume else "this run was not allowed to resume"
     return journal, (f"{place.url}: the uploads of an earlier run were removed: {why}",)
 
 
 def _make_running_error(place: BucketPlace, owner: BucketJournal | None) -> OutputExistsError:
     who = "" if owner is None else f" (host {owner.host}, pid {owner.pid})"
-    return make_exists_error(place.url, f"another gather to it is under way{who}")
+    return make_exists_error(place.url, f"another gather to it is running{who}")
 
 
 def read_bucket_manifest(place: BucketPlace) -> dict[str, Any]:
@@ -773,7 +774,7 @@ def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
     rows = []
     known = {one.upload_id for one in owner.uploads.values()} if owner is not None else set()
     for key, upload_id, age_seconds in [*uploads.list_uploads(f"{place.key}/")]:
-        removed, why = upload_id in known, "its gather is gone"
+        removed, why = upload_id in known, "its gather has ended"
         if not removed and uploads.lists_only_own:  # a kill between the upload's beginning and the journal's line
             removed = age_seconds > _ABANDONED_SECONDS
             why = "no journal names it, and it is " + ("over an hour old" if removed else "recent")
@@ -787,15 +788,15 @@ def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
         return rows
     if owner is not None and owner.replaced is not None and _has(place, uploads, owner, owner.last):
         if not _has(place, uploads, owner, MANIFEST_NAME):
-            why = "its model is visible, and its manifest is not yet: the same gather, run again, ends it"
+            why = "its model is visible, but its manifest is not yet: run the same gather again to complete it"
             return [*rows, _row(place.store.url(place.journal_key), 0, why, removed=False)]
-        why = "another model has replaced it"
+        why = "a different model has replaced it"
         rows += _clean_files(place, uploads, owner.replaced.outdated, why, None, dry_run=dry_run)
     if owner is not None and owner.is_committing and not _has(place, uploads, owner, owner.last):
-        why = "its gather was stopped while its files became visible"
+        why = "its gather was stopped during its commit"
         names = sorted(place.store.list_folder(place.key).objects)
         rows += _clean_files(place, uploads, names, why, owner.stage, dry_run=dry_run)
-    rows.append(_row(place.store.url(place.journal_key), 0, "its gather is gone", removed=True))
+    rows.append(_row(place.store.url(place.journal_key), 0, "its gather has ended", removed=True))
     if not dry_run:
         OpenJournal(place, make_owned(BucketJournal("", "") if owner is None else owner), found[1]).remove()
     return rows

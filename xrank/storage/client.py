@@ -156,16 +156,17 @@ def make_fault(status: int, reason: str, code: str = "") -> FaultError:
     return FaultError(_CODES.get(code) or _KINDS.get(status, default), shown)
 
 
-_RIGHTS, _FINISH = "check the credentials in the environment, and their rights on this bucket", "let its writer finish"
+_RIGHTS = "check the credentials in the environment, and their permissions for this bucket"
+_FINISH = "let its writer finish"
 _ERRORS: dict[FaultKind, tuple[type[XrankError], str, str]] = {
     FaultKind.MISSING: (
         IncompleteError,
         ": there is no such object",
-        "check the URL; a writer may not have made it yet",
+        "check the URL; it may not have been written yet",
     ),
     FaultKind.DENIED: (UsageError, " may not be {what}", _RIGHTS),
     FaultKind.CHANGED: (ContradictionError, " changed while it was being read", f"{_FINISH}, then {AGAIN}"),
-    FaultKind.EXISTS: (OutputExistsError, " exists", "give another output, or look who else writes there"),
+    FaultKind.EXISTS: (OutputExistsError, " exists", "choose a different output, or find out who else writes there"),
     FaultKind.REFUSED: (UsageError, " cannot be {what}", "check the URL and the endpoint"),
 }
 
@@ -180,7 +181,7 @@ def make_error(fault: FaultError, url: str, what: str, *, tries: int = 1, second
     `what` is the request, as a participle: ``"read at bytes 0 to 99"``.
     """
     times = "once" if tries == 1 else f"{tries} times in {seconds:.0f} s"
-    again = f"check the network and the store; then {AGAIN}, which goes on from finished files"
+    again = f"check the network and the store; then {AGAIN}, which resumes from the finished files"
     default = (XrankError, f" could not be {{what}}, tried {times}", again)
     kind, text, next_step = _ERRORS.get(fault.kind, default)
     if fault.kind is FaultKind.MISSING and _NO_BUCKET.search(fault.text):
@@ -246,15 +247,16 @@ def is_set(text: str | None) -> bool:
 def check_https(endpoint: str, url: str, *, allow_http: bool) -> None:
     """Refuse plain http without permission; the error names the place `url` in the store."""
     if endpoint.lower().startswith("http:") and not allow_http:
-        what = "would be reached over plain http, where others can read and change the bytes and the credentials"
+        what = "would be reached over plain http, so others could read and change the bytes and the credentials"
         permit = either(f"give {option('allow_http', True)}", "set XRANK_ALLOW_HTTP=1")
-        next_step = f"give an endpoint with https; or, if the network is yours, {permit}"
+        next_step = f"give an endpoint with https; or, on a private network, {permit}"
         raise UsageError(f"{url} {what}", file=url, want="https", next_step=next_step)
 
 
 def make_credentials_error(url: str, next_step: str, got: str | None = None) -> UsageError:
     """Return the error for an environment whose credentials do not suffice to open a store."""
-    return UsageError(f"{url} cannot be opened with what the environment says", file=url, got=got, next_step=next_step)
+    message = f"{url} cannot be opened with the settings in the environment"
+    return UsageError(message, file=url, got=got, next_step=next_step)
 
 
 def import_hub(url: str, what: str, settings: StoreSettings) -> Any:
@@ -544,7 +546,7 @@ def _send_within(send: Callable[[], _Result], seconds: float, stop: threading.Ev
             result, error = ended.get(timeout=min(max(left, 0.001), _LOOK_SECONDS))
         except Empty:
             if left <= 0 or (stop.is_set() and not is_stopped):
-                raise FaultError(FaultKind.PASSING, f"no whole answer within {seconds:.0f} s") from None
+                raise FaultError(FaultKind.PASSING, f"no complete response within {seconds:.0f} s") from None
             continue
         if error is not None:
             raise error

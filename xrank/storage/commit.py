@@ -105,7 +105,7 @@ class Stage(ABC):
             try:
                 self._clear_replaced()
             except XrankError as error:  # the output is complete; the next start, or xrank clean, removes the rest
-                self.notes += (f"what the output replaced, or its journal, could not be removed: {error}",)
+                self.notes += (f"the replaced output, or its journal, could not be removed: {error}",)
         except BaseException as error:
             self._explain_failure(error)
             raise

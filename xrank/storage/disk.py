@@ -39,16 +39,16 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
     want = None
     if error.errno == errno.EFBIG:
         got = None if needed_nbytes is None else f"{needed_nbytes} bytes"
-        text = "larger than a file may be here: the file-size limit (ulimit -f) or the file system's own"
+        text = "larger than the maximum size of a file (ulimit -f, or the file system's limit)"
         next_step = f"raise the limit (ulimit -f unlimited), or make {option('max_shard_size')} smaller"
     elif error.errno == errno.ENAMETOOLONG:
         got, next_step = None, "give the output a shorter name"
     elif error.errno in _NO_PERMISSION:
         got, next_step = describe(path), "choose another place, or change its owner or mode"
-        text, want = f"{text} ({got})", "a place this user may write to, and files this user may read"
+        text, want = f"{text} ({got})", "a place that this user may write to, and files that this user may read"
     else:
         kind, got = XrankError, errno.errorcode.get(error.errno or 0, str(error.errno))
-        next_step = f"look at the disk or the server; then {AGAIN}, which goes on from the finished files"
+        next_step = f"check the disk or the server; then {AGAIN}, which resumes from the finished files"
     return kind(f"{path}: {text}", file=path, got=got, want=want, next_step=next_step)
 
 
@@ -133,7 +133,7 @@ def _make_space_error(number: int, path: str, needed: int | None) -> NoSpaceErro
             what = "no inode left (too many files)"
     want, got = None if needed is None else f"{needed} bytes", None if free is None else f"{free} bytes free"
     what = f"{path}: {what}{f', {want} needed' if want else ''}{f', {got}' if got else ''}"
-    next_step = f"free space there, then {AGAIN}, which goes on from the files already finished; or choose another "
+    next_step = f"free space there, then {AGAIN}, which resumes from the finished files; or choose another "
     next_step += option("out")
     facts: dict[str, Any] = {"file": path, "needed_nbytes": needed, "free_nbytes": free}
     return NoSpaceError(what, got=got, want=want, next_step=next_step, **facts)
@@ -187,7 +187,7 @@ def open_companion(path: str) -> Iterator[int]:
     try:
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
-            next_step = "put a regular file in its place"
+            next_step = "replace it with a regular file"
             raise UnsafeError(f"{path}: is not a regular file", file=path, got=describe(path), next_step=next_step)
         yield fd
         nbytes, after = os.lseek(fd, 0, os.SEEK_CUR), os.fstat(fd)
@@ -195,7 +195,7 @@ def open_companion(path: str) -> Iterator[int]:
         system.close_read(fd)
     if (nbytes, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
         want = f"{before.st_size} bytes, unchanged"
-        next_step = f"let nothing write to the source, then {AGAIN}"
+        next_step = f"do not write to the source meanwhile, then {AGAIN}"
         what = f"{path}: changed while it was read"
         raise ContradictionError(what, file=path, got=f"{nbytes} bytes read", want=want, next_step=next_step)
 

@@ -210,12 +210,12 @@ def plain_config(config: object, what: str = "config") -> dict[str, Any]:
         plain: dict[str, Any] = _plain_value(dict(config), what)
     except RecursionError:
         shape = "contains itself, or is nested too deep for JSON"
-        raise UsageError(f"the {what} {shape}", want=f"a {what} that is a tree, and nested less deep") from None
+        raise UsageError(f"the {what} {shape}", want=f"a {what} that is a tree, with less nesting") from None
     return plain
 
 
 def _unfit(where: str, value: object, want: str) -> UsageError:
-    what = f"{where} is a {type(value).__name__}, which JSON cannot hold"
+    what = f"{where} is a {type(value).__name__}, which JSON cannot represent"
     return UsageError(what, got=type(value).__name__, want=want)
 
 

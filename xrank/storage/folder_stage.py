@@ -229,8 +229,8 @@ class FolderStage(Stage):
     def _check_whole(self) -> None:
         with self._explain_errors(self.path):
             for path in self._list_parts():
-                what = f"{path}: was not finished, so the output is not whole"
-                raise XrankError(what, file=path, next_step=f"{AGAIN}, which goes on from the files already finished")
+                what = f"{path}: was not finished, so the output is incomplete"
+                raise XrankError(what, file=path, next_step=f"{AGAIN}, which resumes from the finished files")
             for line in self.finished.values():
                 path = self._path_of(line.file)
                 # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
@@ -255,8 +255,8 @@ class FolderStage(Stage):
         with self._explain_errors(path):
             found = digest_plain_file(path)
         if found != self._manifest:
-            next_step = f"another gather took the same output; {AGAIN}"
-            raise XrankError(f"{path}: is not the manifest this gather wrote", file=path, next_step=next_step)
+            next_step = f"another gather wrote the same output; {AGAIN}"
+            raise XrankError(f"{path}: is not the manifest that this gather wrote", file=path, next_step=next_step)
 
     def _take_output_name(self) -> str | None:
         """Rename the stage to the output; return the present path of the replaced one."""
@@ -265,7 +265,7 @@ class FolderStage(Stage):
             try:
                 disk.move_new(self.path, place.path)
             except FileExistsError as error:
-                raise make_taken_error(place.path, "something took its name while this gather ran") from error
+                raise make_taken_error(place.path, "something else got its name while this gather ran") from error
             return None
         check_replaceable(place.path, replaces_states=self._replaces_states)
         if disk.exchange(self.path, place.path):
@@ -383,7 +383,7 @@ def _check_size(path: str, what: str, found: int, wanted: int) -> None:
             file=path,
             got=f"{found} bytes",
             want=f"{wanted} bytes",
-            next_step=f"let nothing else write into the folder, then {AGAIN}",
+            next_step=f"make sure that nothing else writes into the folder, then {AGAIN}",
         )
 
 
@@ -428,7 +428,7 @@ def open_shared_part(path: str, nbytes: int) -> int | None:
         os.close(fd)
         what = f"{path}: is not the file that rank 0 made"
         got = f"{status.st_size:,} bytes ({describe(path)})"
-        next_step = f"let nothing else write beside the output, then {AGAIN}"
+        next_step = f"make sure that nothing else writes next to the output, then {AGAIN}"
         raise CorruptError(what, file=path, got=got, want=f"a file of {nbytes:,} bytes", next_step=next_step)
     return fd
 
@@ -500,18 +500,18 @@ def _claim(
         if identifier in pending:
             continue
         if not is_own(stage):
-            notes.append(f"{name}: left alone: nothing in it shows that xrank made it")
+            notes.append(f"{name}: not removed: nothing in it shows that xrank made it")
             continue
         journal = read_journal(stage)
         why = ""
         if not resume:
-            why = "left by an earlier run, cleared away: this run was not to resume"
+            why = "removed the remains of an earlier run: this run was not allowed to resume"
         elif journal is None:
-            why = "cleared away: no journal of this version of xrank, or a damaged one"
+            why = "removed: its journal is damaged, or from a different version of xrank"
         elif journal.plan != plan_digest:
-            why = "cleared away: its run had another plan (another source, or other options)"
+            why = "removed: its run had a different plan (a different source, or different options)"
         elif path:
-            why = "cleared away: a second stage of the same plan"
+            why = "removed: a second stage of the same plan"
         if why or journal is None:
             clear_folder(place, stage)
             notes.append(f"{name}: {why}")
@@ -731,6 +731,8 @@ def _verdict(state: str, pid: str, age_seconds: float) -> dict[str, Any]:
     why = {
         "gone": f"{process} is gone",
         "alive": f"{process} is running",
-        "unknown": "nothing has changed in it for an hour" if is_old else "its owner can't be asked, and it is recent",
+        "unknown": "nothing in it has changed for an hour"
+        if is_old
+        else "it is recent, and its owner cannot be checked",
     }[state]
     return {"removed": state == "gone" or (state == "unknown" and is_old), "why": why}

@@ -196,7 +196,7 @@ class GoogleBackend(PartsBackend):
                 raise
         there = self._look(key)
         if there is None or there.get("content-length") != str(nbytes):
-            raise FaultError(FaultKind.PASSING, "the store has not joined the parts")
+            raise FaultError(FaultKind.PASSING, "the store has not composed the parts")
         return _Source(key, nbytes, there.get(_GENERATION))
 
     def _compose(self, key: str, sources: Sequence[_Source], headers: Mapping[str, str]) -> None:
@@ -227,7 +227,7 @@ class GoogleBackend(PartsBackend):
                     key, nbytes, generation = (one.findtext(f"{{*}}{name}") for name in ("Key", "Size", "Generation"))
                     found.append(_Source(key or "", int(nbytes or ""), generation))
             except (ElementTree.ParseError, ValueError):
-                raise FaultError(FaultKind.PASSING, "an answer that is not whole") from None
+                raise FaultError(FaultKind.PASSING, "an incomplete response") from None
             if page.findtext("{*}IsTruncated") != "true":
                 return found
             query["continuation-token"] = page.findtext("{*}NextContinuationToken") or ""
@@ -310,5 +310,5 @@ def _find_credentials(variables: Mapping[str, str], account: Mapping[str, Any], 
             return service_account.Credentials.from_service_account_info(account, scopes=[_SCOPE])
         return google.auth.default(scopes=[_SCOPE])[0]
     except Exception as error:  # its text may show parts of credentials
-        next_step = "set GOOGLE_APPLICATION_CREDENTIALS, or log in by gcloud auth application-default login"
+        next_step = "set GOOGLE_APPLICATION_CREDENTIALS, or log in with gcloud auth application-default login"
         raise make_credentials_error(url, next_step, type(error).__name__) from None

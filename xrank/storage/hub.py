@@ -109,7 +109,7 @@ def _look_at(api: HfApi, repository: str, *, overwrite: bool) -> tuple[set[str],
     there = {one.rfilename for one in info.siblings or ()}
     model = sorted(name for name in there if name.endswith(_WEIGHTS) or name == MANIFEST_NAME)
     if model and not overwrite:
-        url, what = f"hf://{repository}", f"hf://{repository}: holds a model already ({model[0]})"
+        url, what = f"hf://{repository}", f"hf://{repository}: already contains a model ({model[0]})"
         next_step = f"choose another repository, or add {option('overwrite', True)} to replace the model"
         raise OutputExistsError(what, file=url, next_step=next_step)
     return there, info.sha
@@ -131,13 +131,13 @@ def _explained(repository: str, folder: str | None = None) -> Iterator[None]:
         number = next((answer.status_code for answer in answers if answer is not None), None)
         got = " ".join(map(str, filter(None, (number, type(error).__name__))))
         url = f"hf://{repository}"
-        waiting = "" if folder is None else f"; the model is whole in {folder}"
+        waiting = "" if folder is None else f"; the complete model is in {folder}"
         kind, what = XrankError, f"{url} could not be written"
-        next_step = f"check the network; then {AGAIN}, which sends what the Hub has not got"
+        next_step = f"check the network; then {AGAIN}, which sends what the Hub does not have yet"
         if number in (401, 403) or type(error).__name__ == "LocalTokenNotFoundError":
             kind, what = UsageError, f"{url} may not be written"
             next_step = "set HF_TOKEN to a token that may write there, or run hf auth login"
         elif number in (409, 412):
-            kind, what = OutputExistsError, f"{url}: another commit came in between"
-            next_step = f"look who else writes there; then {AGAIN}"
+            kind, what = OutputExistsError, f"{url}: someone else has committed meanwhile"
+            next_step = f"find out who else writes there; then {AGAIN}"
         raise kind(what, file=url, got=got, next_step=next_step + waiting) from None

@@ -147,7 +147,7 @@ def _fault(error: Exception) -> FaultError:
     if name == "PreconditionError":
         return FaultError(FaultKind.CHANGED, shown or "412 Precondition Failed")
     if number == 416:
-        return FaultError(FaultKind.CHANGED, f"{shown}: it is shorter now")
+        return FaultError(FaultKind.CHANGED, f"{shown}: it has become shorter")
     if fault is not None:
         return fault
     if name in ("InvalidPathError", "NotSupportedError", "ValueError", "UnknownConfigurationKeyError"):
@@ -221,7 +221,7 @@ def open_fsspec(scheme: str, root: str, settings: StoreSettings) -> Backend:
     except (ImportError, ValueError):
         want = "s3, gs, az, abfs, hf, https, file, or a scheme of fsspec"
         next_step = "check the URL, or install fsspec and its package for this scheme"
-        what = f"{root} has a scheme that no installed package reads"
+        what = f"{root} has a scheme that no installed package supports"
         raise UsageError(what, file=root, got=scheme, want=want, next_step=next_step) from None
 
 

@@ -106,7 +106,7 @@ def check_folder_output(out: str | os.PathLike[str], *, overwrite: bool, replace
         folder, output = os.stat(place.parent), os.lstat(place.path)
         if folder.st_mode & stat.S_ISVTX and system.user_id() not in (0, folder.st_uid, output.st_uid):
             got = describe(place.path)
-            what = f"another user's, in a folder where only owners replace ({got})"
+            what = f"owned by a different user, in a folder where only owners may replace ({got})"
             facts = {"got": got, "want": "an output of this user"}
             raise _refuse(UsageError, place.path, what, ", or let its owner run this", **facts)
     there = place.parent
@@ -154,10 +154,11 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
             _check_folders(path, names)
             ranks = sorted(rank for name in names if (rank := rank_of(name)) is not None)
             if ranks and not replaces_states:
-                what = f"holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put "
+                states = f"the states of {plural(len(ranks), 'rank')}"
+                what = f"contains {states}, so {option('overwrite', True)} does not write "
                 file, got = os.path.join(path, state_file_name(ranks[0])), _describe_kind(path)
                 facts = {"file": file, "got": got, "want": "a model, or nothing"}
-                what += "a model in their place"
+                what += "a model instead"
                 raise _refuse(OutputExistsError, path, what, ", or move it elsewhere", **facts)
             return
     kind = _describe_kind(path)
@@ -235,7 +236,7 @@ def _describe_kind(path: str) -> str:
             return "a device, FIFO or socket"
         names = sorted(os.listdir(path))
     except OSError:
-        return "something that cannot be looked at"
+        return "something that cannot be examined"
     return f"a folder that holds {list_text(map(repr, names), 3)}" if names else "an empty folder"
 
 
@@ -264,15 +265,15 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
     try:
         fd = system.lock_file(path)
         if fd is None:
-            what = f"another gather to it is under way ({owner()})"
-            next_step = f"wait for it, or give this one another {option('out')}"
+            what = f"another gather to it is running ({owner()})"
+            next_step = f"wait for it, or choose a different {option('out')}"
             raise _refuse(OutputExistsError, out, what, next_step=next_step)
     except OSError as error:
         if error.errno in _NO_FILE:
             what = f"{path}: is not a file, so it cannot be the lock of {out} ({describe(path)})"
             raise UsageError(what, file=path, next_step=f"move it elsewhere, then {AGAIN}") from error
         if error.errno == errno.ENOENT:  # in a folder that is there, such as one of /proc
-            folder, what = os.path.dirname(path), f"no file can be made there: {error.strerror}"
+            folder, what = os.path.dirname(path), f"no file can be created there: {error.strerror}"
             raise _refuse(UsageError, folder, what, got=describe(folder), want="a folder of a disk") from error
         another_users = error.errno in {errno.EACCES, errno.EPERM} and os.path.lexists(path)
         if error.errno not in _NO_LOCKS_HERE and not another_users:

@@ -177,7 +177,7 @@ def list_names(path: str) -> list[str]:
         return os.listdir(path)
     found = _folder(path)
     if not found.objects and not found.folders:
-        raise FileNotFoundError(f"{path}: no objects are below it")
+        raise FileNotFoundError(f"{path}: there are no objects below it")
     return [*found.objects, *found.folders]
 
 
@@ -197,7 +197,7 @@ def object_status(url: str) -> ObjectStatus:
     """Return the size and the version of an object; IncompleteError without one."""
     found = _status(url)
     if found is None:
-        next_step = "check the URL; a writer may not have made it yet"
+        next_step = "check the URL; it may not have been written yet"
         raise IncompleteError(f"{url}: there is no such object", file=url, next_step=next_step)
     return found
 
@@ -221,7 +221,7 @@ def open_descriptor(path: str) -> int:
     status = object_status(path)
     if status.nbytes > _MOST_COPIED_NBYTES:
         raise UsageError(
-            f"{path}: is too large for a file beside weights",
+            f"{path}: is too large for a file that is not weights",
             file=path,
             got=f"{status.nbytes:,} bytes",
             want=f"at most {_MOST_COPIED_NBYTES:,} bytes",

@@ -87,7 +87,7 @@ class Origin(Struct, frozen=True):
         step = next_step
         if step is None and kind is CorruptError:
             file = "it" if self.rank is None else f"rank {self.rank}'s file"
-            step = f"copy {file} again from where it was written, or have it written again"
+            step = f"copy {file} again from where it was written, or write it again"
         elif step is None and kind is ContradictionError:
             step = "all files must come from one save of one run; copy them again"
         where: Any = {"file": self.path, "rank": self.rank, "tensor": tensor}
@@ -114,7 +114,7 @@ class Origin(Struct, frozen=True):
         code, text = _code(error), f"{problem}: {error.strerror or error}"
         if code in _OF_THE_FILE:
             return self.corrupt(text, got=code)
-        next_step = f"{AGAIN}; if it fails again, look for a failing disk or server in the system's log"
+        next_step = f"{AGAIN}; if it fails again, check the system's log for a failing disk or server"
         if code in ("EMFILE", "ENFILE"):
             next_step = f"raise the limit of open files (ulimit -n), then {AGAIN}"
         return self._make(XrankError, text, code, next_step=next_step)

@@ -134,8 +134,8 @@ class _S3Backend:
         """
         host = urlsplit(self._endpoint or "").hostname or ""
         if host == "storage.googleapis.com" or host.endswith(".storage.googleapis.com"):
-            what = f"{url}: Google's store completes uploads in the place of any object, also of another gather's"
-            raise UsageError(what, file=url, next_step="write to gs://, with the credentials that reading it takes")
+            what = f"{url}: Google's store replaces any existing object with an upload, even another gather's"
+            raise UsageError(what, file=url, next_step="write to gs://, with the credentials for reading it")
 
     def head(self, key: str) -> ObjectStatus:
         answer = self._ask("head_object", Key=key)
@@ -275,7 +275,7 @@ def _faults() -> Iterator[None]:
         if status in (301, 307):
             fault = FaultError(fault.kind, f"{fault.text}: the bucket is in another region; set AWS_REGION")
         if status == 416:
-            fault = FaultError(FaultKind.CHANGED, f"{fault.text}: it is shorter now")
+            fault = FaultError(FaultKind.CHANGED, f"{fault.text}: it has become shorter")
         raise fault from None
     except (boto.ReadTimeoutError, boto.ConnectTimeoutError):
         raise FaultError(FaultKind.PASSING, "no answer in time") from None
@@ -290,4 +290,4 @@ def _faults() -> Iterator[None]:
     except (boto.BotoCoreError, urllib3.exceptions.HTTPError, OSError):
         raise FaultError(FaultKind.PASSING, "the connection broke") from None
     except (KeyError, ValueError):
-        raise FaultError(FaultKind.PASSING, "an answer that is not whole") from None
+        raise FaultError(FaultKind.PASSING, "an incomplete response") from None

@@ -13,7 +13,7 @@ from xrank.system import user_id
 
 STALE_SECONDS = 90.0
 """After this time even a client with acdirmax=60 (nfs(5)) has asked the server again."""
-OWN_PATH = "choose another workspace_path, in which no other user may write"
+OWN_PATH = "choose a workspace_path that no other user may write to"
 _PAUSE_SECONDS = (0.01, 1.0)
 """Seconds between two attempts: the first pause and the longest."""
 
@@ -73,10 +73,11 @@ def check_one_owner(directory: str, names: Iterable[str]) -> None:
     if foreign is not None:
         file, owned = os.path.join(directory, foreign), ", ".join(map(str, sorted(set(owners.values()))))
         raise ContradictionError(
-            f"{file}: different users have written the states of this workspace, in a directory for all users",
+            f"{file}: different users have written the states of this workspace, in a directory that all users may "
+            f"write to",
             file=file,
             got=f"owners {owned}",
-            next_step="copy your own states to a directory in which no other user may write",
+            next_step="copy your own states to a directory that no other user may write to",
         )
 
 

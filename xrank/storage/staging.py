@@ -54,7 +54,7 @@ def open_stage(
     """Yield a stage for an output; without a commit its finished files are kept for the next run, the rest removed.
 
     If `resume`, files that an interrupted run of the same plan has finished are kept. OutputExistsError if the output
-    exists, or another gather to it is under way or was faster; NoSpaceError, UsageError as of `xrank.storage.disk`.
+    exists, or another gather to it is running or was faster; NoSpaceError, UsageError as of `xrank.storage.disk`.
     """
     options = {"overwrite": overwrite, "replaces_states": replaces_states, "resume": resume}
     if is_url(os.fspath(out)):
@@ -124,8 +124,8 @@ def output_file_nbytes(out: str, name: str) -> int:
 def check_store_writer(out: str, *, ranks: int) -> None:
     """Refuse an output in a store that several ranks would make and sign: no rank could read the others' files."""
     if is_url(out) and ranks > 1:
-        what = f"{out}: an output in a store is signed by the one process that makes it"
-        next_step = f"gather in one process, or leave {option('sign')} out"
+        what = f"{out}: an output in a store can only be signed by a single process"
+        next_step = f"gather in one process, or omit {option('sign')}"
         raise UsageError(what, file=out, got=f"{ranks} ranks", want="one process", next_step=next_step)
 
 
@@ -133,7 +133,7 @@ def check_apart(source: str, out: str) -> None:
     """Refuse an output that is its source or contains it: replacing the output would remove the source."""
     inner, outer = (clean_path(path) if is_url(path) else os.path.realpath(path) for path in (source, out))
     if inner == outer or inner.startswith((outer + "/", outer + os.sep)):
-        next_step = f"give {option('out')} a folder of its own"
+        next_step = f"give a separate folder as {option('out')}"
         raise UsageError(f"the output {out} would replace its source {source}", file=out, next_step=next_step)
 
 

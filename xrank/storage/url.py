@@ -15,7 +15,7 @@ from xrank.errors import UsageError
 
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_GIVE = "leave it out, and give credentials by the environment, as the store's own tools take them"
+_GIVE = "omit it, and set credentials in the environment, as for the store's own tools"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
 
 

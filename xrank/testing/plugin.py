@@ -151,6 +151,6 @@ def _require_picklable(name: str, value: Any) -> None:
     if reason is not None:
         pytest.fail(
             f"a test with @pytest.mark.ranks cannot take the fixture {name!r}: {reason}; "
-            "build what the ranks need inside the body",
+            "create what the ranks need inside the body",
             pytrace=False,
         )

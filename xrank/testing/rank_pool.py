@@ -384,7 +384,7 @@ class RankPool:
             raise UsageError(f"a pool has no {world_size} ranks", got=str(world_size), want=f"1 to {MAX_RANKS} ranks")
         if "<" in qualname:
             raise UsageError(
-                f"{module}.{qualname} cannot be found by its name in another process",
+                f"{module}.{qualname} cannot be found by its name in a different process",
                 got=qualname,
                 want="a function of a module's top level",
                 next_step="move it out of the function around it",

@@ -71,7 +71,7 @@ def kind_of(array: Array) -> ArrayKind:
     else:
         got = f"{type(array).__module__}.{type(array).__qualname__}"
     raise UsageError(
-        "virtual devices exchange plain arrays in main memory",
+        "virtual devices exchange only plain arrays in main memory",
         got=got,
         want="a numpy array or a dense torch tensor on the CPU",
         next_step="give the array itself: numpy.asarray(x), tensor.cpu(), or dtensor.to_local()",
@@ -84,11 +84,11 @@ def check_one_kind(arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if kind_of(array) != kind_of(arrays[first]):
             raise UsageError(
-                f"{name} is an array of another kind than {first}",
+                f"{name} is a different kind of array than {first}",
                 tensor=name,
                 got=kind_of(array),
                 want=f"{kind_of(arrays[first])}, as {first}",
-                next_step="give numpy arrays alone or tensors alone: torch.from_numpy(x), tensor.numpy()",
+                next_step="give only numpy arrays or only tensors: torch.from_numpy(x), tensor.numpy()",
             )
 
 

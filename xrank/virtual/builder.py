@@ -173,7 +173,8 @@ class ProgramBuilder:
         inner = left.sharding.dims[left_inner]
         if inner != right.sharding.dims[right_inner]:
             raise LayoutError(
-                f"a product of {_describe(left)} and {_describe(right)} is not local: it contracts differing cuts",
+                f"a product of {_describe(left)} and {_describe(right)} is not local: it contracts dimensions with "
+                f"different layouts",
                 got=f"{left.sharding} and {right.sharding}",
                 want="equal cuts",
             )
@@ -304,10 +305,10 @@ def redistribute(builder: ProgramBuilder, value: Value, sharding: TensorSharding
     more = [axis for axis in target.sums if axis not in value.sums]
     if more:
         raise LayoutError(
-            f"a whole tensor has no addends along {more[0]!r}",
+            f"a whole tensor has no partial sums along {more[0]!r}",
             got=str(value.sharding),
             want=str(target),
-            next_step="leave the axis out of the sum, or cut the contracted dim by it",
+            next_step="omit the axis from the sum, or split the contracted dim by it",
         )
     for dim in range(len(value.shape)):
         value = _cut(builder, value, dim, target)
@@ -386,7 +387,9 @@ def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Arra
     mesh = as_device_mesh(mesh)
     sharding, shape = as_sharding(sharding), spec_of(array).shape
     if sharding.sums:
-        raise LayoutError("an array cannot be cut into addends", got=str(sharding), want=str(sharding.without_sums()))
+        raise LayoutError(
+            "an array cannot be split into partial sums", got=str(sharding), want=str(sharding.without_sums())
+        )
     ranges = (sharding.slices(mesh, mesh.coordinate(device), shape) for device in mesh.ranks)
     return [array[tuple(slice(low, high) for low, high in each)] for each in ranges]
 

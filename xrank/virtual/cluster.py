@@ -648,7 +648,7 @@ class VirtualCluster:
             for name in sorted(wanted.keys() | found.keys()):
                 if found.get(name) != wanted.get(name):
                     raise UsageError(
-                        f"the packet {name!r} for device {program.device} is not what its program receives",
+                        f"the packet {name!r} for device {program.device} is not the packet that its program receives",
                         tensor=name,
                         rank=program.device,
                         got=str(found.get(name, "no such packet")),
@@ -688,7 +688,7 @@ def _copy_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
         raise UsageError(
             f"the arguments cannot be copied, and every device has its own: {error}",
             got=", ".join(type(arg).__qualname__ for arg in args),
-            next_step="detach tensors computed with gradients; let the function itself reach what all may share",
+            next_step="detach tensors computed with gradients; let the function itself access shared objects",
         ) from error
 
 

@@ -175,9 +175,9 @@ def contradiction(source: int, target: int, found: Heading, wanted: Heading) -> 
     """Return the error for a message with an unexpected heading."""
     sender, receiver = ("the host" if end == HOST else f"device {end}" for end in (source, target))
     if found._replace(group=wanted.group) == wanted:
-        description = "the same of another group"
+        description = "the same of a different group"
     elif found._replace(shape=wanted.shape) == wanted:
-        description = "a piece of an array of another shape"
+        description = "a piece of an array with a different shape"
     else:
         description = str(found)
     return UsageError(
@@ -266,10 +266,11 @@ def make_timeout_error(devices: Sequence[int], waits: Mapping[int, str], timeout
 def make_deadlock_error(waits: Mapping[int, str], *, others_work: bool = False) -> RankTimeoutError:
     """Return the error for devices that wait for each other or for devices that have ended."""
     return RankTimeoutError(
-        f"{'these devices can never' if others_work else 'no device can'} go on: {_describe_waits(waits)}",
+        f"{'these devices can never' if others_work else 'no device can'} continue: {_describe_waits(waits)}",
         rank=min(waits, default=None),
         waiting_for=tuple(waits),
-        next_step="let the members of a group call the same collectives in one order, and let each receive have a send",
+        next_step="let the members of a group call the same collectives in one order, and match each receive with a "
+        "send",
     )
 
 

@@ -253,7 +253,7 @@ class MatMul(ShardedOperation):
                 f"A {self.sharding.a} and B {self.sharding.b} cannot be multiplied by {self.policy.name}",
                 got=self.policy.name,
                 want="one of " + ", ".join(policy.name for policy in self.sharding.policies),
-                next_step="leave the policy out to use the default policy of the shardings",
+                next_step="omit the policy to use the default policy of the shardings",
             )
 
     @property
@@ -342,7 +342,7 @@ def check_whole(**shardings: TensorSharding) -> None:
     for name, sharding in shardings.items():
         if sharding.sums:
             raise LayoutError(
-                f"{name} cannot be a sum of addends along {sharding.sums[0]!r}",
+                f"{name} cannot be a partial sum along {sharding.sums[0]!r}",
                 tensor=name,
                 got=str(sharding),
                 want=str(sharding.without_sums()),
@@ -636,7 +636,7 @@ def cheapest(
     if not planned:
         if refused:
             raise refused[0][1]
-        raise UsageError("there is nothing to choose from", got="no candidate", want="one or more")
+        raise UsageError("there are no shardings to choose from", got="no candidate", want="one or more")
     costs = tuple((operation, statistics.nbytes, statistics.flops) for operation, statistics, _ in planned)
     operation, statistics, _ = min(planned, key=lambda each: (each[2], each[1].nbytes, each[1].flops))
     times = () if links is None else tuple(seconds for _, _, seconds in planned)

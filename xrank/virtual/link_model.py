@@ -345,7 +345,7 @@ class _Play:
                 sources = {HOST: "the host", _WHOLE_GROUP: "a member of its group"}
                 source = sources.get(clock.taking[2] or 0, f"device {clock.taking[2]}")
                 raise UsageError(
-                    f"device {device} waits forever: {source} does not send what it receives",
+                    f"device {device} waits forever: {source} does not send the message that it waits for",
                     rank=device,
                     want="a send for each receive, and each collective on all members",
                 )

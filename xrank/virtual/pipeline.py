@@ -402,7 +402,7 @@ class PipelineStage:
 
     def __enter__(self) -> Self:
         if self._inside:
-            raise RuntimeError(f"stage {self.index} is in cycle {self.cycle} already: use one block per cycle")
+            raise RuntimeError(f"stage {self.index} is already in cycle {self.cycle}: use one block per cycle")
         if self.cycle == self.pipeline.num_cycles:
             raise UsageError(
                 f"stage {self.index} has finished all cycles",

@@ -79,7 +79,7 @@ def test_a_tensor_that_the_engine_does_not_take_is_noted(files: tuple[Path, Path
     found = xrank.simulate(files[0], "refit", to=files[1])
     assert found.work.held_nbytes.tolist()[4:] == [2 * (3 * (2 * 48 + 8) + 30)] * 2
     notes = dict(found.work.notes)
-    assert notes["not-taken"] == "mtp.bias, mtp.w: the engine takes no part, for its layouts have no rule"
+    assert notes["not-taken"] == "mtp.bias, mtp.w: not sent to the engine, because its layouts have no rule"
     with pytest.raises(LayoutError, match="no rule of the layout file"):  # a reshard must say how each one is cut
         xrank.simulate(files[0], "reshard", to=files[1])
 

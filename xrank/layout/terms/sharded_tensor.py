@@ -202,7 +202,7 @@ def _read(shard: Any, rank: int) -> ShardedTensorData:
     """Return the metadata of a shard after checks of the shard alone."""
     missing = [name for name in ("local_shape", "global_shape", "global_offset") if not hasattr(shard, name)]
     if missing:
-        what = f"rank {rank} has a {type(shard).__name__}, which has no box of a tensor"
+        what = f"rank {rank} has a {type(shard).__name__}, which is not a box of a tensor"
         next_step = "build a ShardedTensorFactory's shards first; ShardedObjects hold no tensor"
         raise LayoutError(what, rank=rank, got=f"no {missing[0]}", want="a ShardedTensor", next_step=next_step)
     if getattr(shard, "flattened_range", None) is not None:
@@ -252,7 +252,7 @@ def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequen
     for rank, shard in every:
         for name in names:
             if getattr(shard, name) != getattr(first, name):
-                what = f"ranks {first_rank} and {rank} have shards of another {name}"
+                what = f"ranks {first_rank} and {rank} have shards with different {name}"
                 got = f"rank {first_rank}: {getattr(first, name)}, rank {rank}: {getattr(shard, name)}"
                 want, next_step = f"one {name} for all shards of a tensor", "let all ranks write the tensor again"
                 raise _contradiction(first.key, rank, what, got, want, f"{next_step} from one state")

@@ -71,8 +71,8 @@ def cuts_of(
     passed = _clauses(LayoutTree((), None, tree.where, tree.sums))
     text = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]" + (passed and f" {passed}")
     if str(layout) != text:
-        what = f"the layout {layout}: it is more than its dims"
-        raise beyond_dialect(dialect, what, str(layout), f"dims alone, such as {text}")
+        what = f"the layout {layout}: it has clauses besides its dims"
+        raise beyond_dialect(dialect, what, str(layout), f"only dims, such as {text}")
     pieces = [_pieces_of(dim) if packed else (1, dim) for dim in layout.dims]
     return tuple(_cuts_of_dim(piece, i, layout, dialect, count) for i, (count, piece) in enumerate(pieces))
 
@@ -109,15 +109,15 @@ def _cuts_of_dim(node: Node, number: int, layout: TensorLayout, dialect: str, pi
         splits.append((node.axis, node.kind))
         node = node.of
     if not isinstance(node, Size):
-        what = f"{of}: {render_dim(node)} is not one size that axes cut"
-        raise beyond_dialect(dialect, what, f"{type(node).__name__} {render_dim(node)}", "one size, cut by axes")
+        what = f"{of}: {render_dim(node)} is not a single size, split by axes"
+        raise beyond_dialect(dialect, what, f"{type(node).__name__} {render_dim(node)}", "a single size, split by axes")
     return Cuts(node.value, tuple(reversed(splits)), pieces)
 
 
 def resolve_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of a layout: its own or the given one, which must be equal if both exist."""
     if mesh is None and layout.device_mesh is None:
-        raise LayoutError(f"the layout {layout} has no mesh", want="a layout with a mesh, or a mesh besides")
+        raise LayoutError(f"the layout {layout} has no mesh", want="a layout with a mesh, or also a mesh")
     if mesh is not None:
         layout.with_mesh(mesh)  # raises for another mesh, and for axes that the mesh lacks
         return mesh
@@ -141,14 +141,14 @@ def even_axes_of(
     if shape is not None and len(shape) != len(every):
         raise LayoutError(f"the layout {layout} does not fit the shape {tuple(shape)}", want=f"{len(every)} dims")
     for i, cuts in enumerate(every):
-        what = f"dim {i} of the layout {layout}: {dialect} cut evenly only"
+        what = f"dim {i} of the layout {layout}: {dialect} can only split evenly"
         if shape is not None and cuts.splits:
             lengths = resolve_mesh(layout, mesh)
             if not is_even_split(cuts, shape[i], lengths):
                 got = f"{shape[i]} positions over {prod(lengths.axis_length(axis) for axis in cuts.axes)} parts"
                 raise beyond_dialect(dialect, what, got, "a size that divides")
         elif any(kind == "/~" for _, kind in cuts.splits):
-            next_step = "also give the tensor's shape: where it divides, ceil chunks are even"
+            next_step = "also give the tensor's shape: if the parts divide it, ceil chunks are even"
             raise beyond_dialect(dialect, what, render_dim(layout.dims[i]), 'even splits, "/"', next_step)
     return tuple(cuts.axes for cuts in every)
 
@@ -434,7 +434,7 @@ def from_placements(
         elif placement.is_partial():
             # Other partial results are refused; embeddings' masked ones must be masked before the sum.
             if type(placement).__name__ != "Partial" or getattr(placement, "reduce_op", None) != "sum":
-                what = f"the ranks along {axis!r} hold partial results that are not addends of a sum"
+                what = f"the ranks along {axis!r} hold partial results that are not partial sums"
                 want = 'Partial("sum"), Shard or Replicate'
                 next_step = "reduce the tensor before: redistribute it to Replicate or Shard"
                 raise LayoutError(what, got=repr(placement), want=want, next_step=next_step)
@@ -519,9 +519,9 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
             want = 'even splits, "/", or the mesh\'s order of cuts'
             raise LayoutError(what, got=got, want=want, next_step="also give the tensor's shape")
     elif not is_even_split(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
-        what = f"dim {dim} of the layout {layout}: it is uneven, cut in another order than the mesh's, "
+        what = f"dim {dim} of the layout {layout}: it is uneven, split in a different order than the mesh's, "
         got = f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}"
-        what, want = f"{what}and torch's own cut gives the ranks other elements", "a size that divides"
+        what, want = f"{what}and torch's own split gives the ranks different elements", "a size that divides"
         raise beyond_dialect("placements", what, got, f"{want}, or the mesh's order of cuts")
 
 
@@ -534,9 +534,9 @@ def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) 
     (transformers/distributed/sharding_utils.py:shard_tensor). torch 2.13's `full_tensor` joins both wrongly.
     """
     over = f"({pieces} d{dim}/~{axes[-1]})/~{axes[0]}"
-    what = f"dim {dim} of {where} has {pieces} pieces and is cut by several axes, which torch and transformers cut in "
-    what += "one way or another, and gather in a third"
-    next_step = f"keep the local tensors, with a layout of their cuts: {over!r} where FSDP2 cut them, then load "
+    what = f"dim {dim} of {where} has {pieces} pieces and is split by several axes: torch and transformers split it "
+    what += "in different ways, and gather it in yet another way"
+    next_step = f"keep the local tensors and give their layout, {over!r} if FSDP2 split them; then load "
     next_step += "nothing into them by transformers"
     return LayoutError(what, got=f"cuts by {list(axes)}", want="one axis that cuts the pieces", next_step=next_step)
 
@@ -580,9 +580,11 @@ def _check_rising(mesh: DeviceMesh, axis: str) -> None:
     for rank in mesh.ranks:
         coordinate = mesh.coordinate(rank)
         if coordinate[axis] and mesh.rank_at({**coordinate, axis: coordinate[axis] - 1}) > rank:
-            what = f"the ranks along {axis!r} do not rise, and torch does not define which of them holds which part"
+            what = (
+                f"the ranks along {axis!r} are not ascending, and torch does not define which of them holds which part"
+            )
             got = f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}"
-            want = f"rising ranks along {axis!r}, as init_device_mesh makes them"
+            want = f"ascending ranks along {axis!r}, as init_device_mesh makes them"
             next_step = "make the mesh with init_device_mesh, or gather the tensor with full_tensor() first"
             raise LayoutError(what, got=got, want=want, next_step=next_step)
 
@@ -634,7 +636,7 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
     reduced = getattr(spec, "reduced", None)
     if reduced:
         what = f"a PartitionSpec has gradients unreduced along {sorted(reduced)}, which a layout cannot express"
-        raise LayoutError(what, got=repr(spec), want="axes that cut dims or hold addends, and no others")
+        raise LayoutError(what, got=repr(spec), want="only axes that split dims or hold partial sums")
     unreduced = getattr(spec, "unreduced", None) or ()
     entries = tuple(spec)
     filled = _fill(entries, ndim, f"the PartitionSpec {entries!r} has more entries than the tensor has dims", "entries")

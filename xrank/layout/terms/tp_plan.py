@@ -92,7 +92,7 @@ def from_tp_plan(
     mesh.axis_length(axis)  # refuses an unknown axis also where nothing is cut
     for rule, style in plan.items():
         if style not in STYLES:
-            what = f"the style {style!r} of {rule!r} is unknown, so its cut is, too"
+            what = f"the style {style!r} of {rule!r} is unknown, so its layout is unknown"
             raise LayoutError(what, tensor=rule, got=repr(style), want=f"one of {sorted(STYLES)}")
     used = {rule for name in shapes for rule in plan if f"{_generic(name)}.".startswith(f"{rule}.")}
     unused = [rule for rule in plan if rule not in used]

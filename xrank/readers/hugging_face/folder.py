@@ -132,7 +132,7 @@ def read_facts(folder: str) -> DeltaFacts | None:
 
 
 def read_step(folder: str) -> int | None:
-    """Return the training step that a version records, whole or not; None if it records none."""
+    """Return the training step that a version records, whole or not; None if it does not record this."""
     index = _parse_index(folder, INDEX_NAME)
     return None if index is None else index.step
 
