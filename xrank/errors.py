@@ -189,10 +189,10 @@ def marked(text: str) -> str:
 class XrankError(Exception):
     """Base class of xrank's errors; each part that does not apply is None.
 
-    Texts may mark options (`xrank.errors`). They are shown in Python's words, unless a wording is asked for another's.
+    Texts may mark options (`xrank.errors`). They are shown in Python's words, unless a different wording is requested.
 
     Args:
-        message: the failure, in one line that names the thing.
+        message: what failed, in one line that names the file, tensor or rank.
         tensor: the tensor's name in the source or the output.
         rank: the rank concerned.
         host: the host concerned.
@@ -233,7 +233,7 @@ class XrankError(Exception):
 
     @property
     def message(self) -> str:
-        """What failed, in one line that names the thing."""
+        """What failed, in one line that names the file, tensor or rank."""
         return Text(self._message, self.wording)
 
     @property
@@ -243,7 +243,7 @@ class XrankError(Exception):
 
     @property
     def want(self) -> str | None:
-        """What had to be found."""
+        """What was expected."""
         return self._shown(self._want)
 
     @property
@@ -268,7 +268,7 @@ class XrankError(Exception):
         got: str | None = None,
         next_step: str | None = None,
     ) -> None:
-        """Fill parts that are absent with what the caller knows of them; `got` is added to what was found.
+        """Add parts that are absent, which the caller knows; `got` is added to what was found.
 
         The message then begins with `subject`, unless it does so already.
         """
@@ -282,7 +282,7 @@ class XrankError(Exception):
         self._next_step = self._next_step or next_step
 
     def rename(self, old: str, new: str) -> None:
-        """Replace a name or path that is internal: of a tensor while it is compared, of a file while it is open."""
+        """Replace an internal name or path by the user's: of a tensor during a comparison, or of an open file."""
         self._message = self._message.replace(old, new)
         self.args = (Text(self._message),)
         self._got = self._got and self._got.replace(old, new)
@@ -358,11 +358,11 @@ class UsageError(XrankError, ValueError):
 
 
 class UnknownFormatError(UsageError):
-    """No reader recognises the source; ``got`` lists each reader's reason."""
+    """No reader recognizes the source; ``got`` lists each reader's reason."""
 
 
 class OutputExistsError(UsageError, FileExistsError):
-    """The output exists, or another gather to it won."""
+    """The output exists, or another gather wrote it first."""
 
 
 class LayoutError(XrankError, ValueError):
@@ -441,7 +441,7 @@ class NoSpaceError(XrankError, OSError):
 
 
 class GradientError(XrankError, RuntimeError):
-    """A gradient was synchronised never, twice, too late or by the wrong factor."""
+    """A gradient was never synchronized, twice, too late or with the wrong factor."""
 
 
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.

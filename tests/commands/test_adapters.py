@@ -688,7 +688,7 @@ class TestRefusals:
         base = base_model()
         del base[f"{DOWN}.weight"]
         leave_adapted(bench.workspace, base)
-        error = refusal(bench, ContradictionError, "nothing of the module itself", adapter=choice)
+        error = refusal(bench, ContradictionError, "the module itself is missing", adapter=choice)
         assert error.tensor == f"{P}{DOWN}.lora_A.default.weight"
 
     @pytest.mark.parametrize("choice", ["merge", "separate"])

@@ -56,7 +56,7 @@ def test_the_nearest_counts_and_others_are_told(tmp_path: Path) -> None:
     report = gather_checkpoint(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_text() == '{"model_type": "near"}'
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    told = f"{near / 'config.json'} was taken; {tmp_path / 'run' / 'config.json'} differs from it"
+    told = f"{near / 'config.json'} was used; {tmp_path / 'run' / 'config.json'} differs from it"
     assert notes(report)["companion"] == told == notes(inspect_source(tmp_path / "run"))["companion"]
     (tmp_path / "run" / "config.json").write_text('{"model_type": "near"}')
     assert "companion" not in notes(gather_checkpoint(tmp_path / "run", tmp_path / "again"))

@@ -384,7 +384,7 @@ def test_choices_that_do_not_go_together(source: Path, tmp_path: Path, options: 
 
 def test_a_layout_that_dcp_cannot_hold(source: Path, tmp_path: Path) -> None:
     layouts = layouts_of(r"up.weight [<p: c/r | q: c/r>, b]", r"(?!up).*weight [a, b]", r".*bias|table [a]")
-    with pytest.raises(LayoutError, match="a part that is not one box"):
+    with pytest.raises(LayoutError, match="a part that is not a single box"):
         xrank.reshard_checkpoint(source, layouts, tmp_path / "out", to="dcp")
     with pytest.raises(UsageError, match="no rule of the layout file"):
         xrank.reshard_checkpoint(source, layouts_of(r".*weight [a, b]"), tmp_path / "out", to="dcp")

@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: reformat(out / "model.safetensors.index.json"),
         "CorruptError",
         "model.safetensors.index.json",
-        ["its bytes are not those"],
+        ["its bytes differ from those"],
     ),
     "an empty manifest": (
         lambda out: (out / MANIFEST).write_text(""),
@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: replace(out / MANIFEST, '"digest": "xxh3:', '"digest": "xxh3:000000', 2),
         "CorruptError",
         None,
-        ["its bytes are not those"],
+        ["its bytes differ from those"],
     ),
     "a manifest that is a pipe": (
         lambda out: ((out / MANIFEST).unlink(), os.mkfifo(out / MANIFEST)),

@@ -85,7 +85,7 @@ def test_a_second_backward_after_buckets_left_is_named_on_all_ranks(rank: int) -
                 _backward(ddp, rank)
             error = assert_raises_everywhere(ddp.finish_grad_sync)
             assert "computed a gradient after" in str(error)
-            assert f"after its bucket {ddp.plan[error.tensor].bucket} had left" in str(error)
+            assert f"after its bucket {ddp.plan[error.tensor].bucket} was sent" in str(error)
             assert error.rank == who[0]
             assert "no_sync()" in str(error.next_step)
         ddp.zero_grad_buffer()

@@ -193,7 +193,7 @@ def test_a_padded_vocabulary_is_called_so():
     ("one", "message"),
     [
         (shard((4,), flattened_range=slice(0, 2)), "range of flattened data"),
-        (SimpleNamespace(key="w", data=None, replica_id=0), "has no box of a tensor"),
+        (SimpleNamespace(key="w", data=None, replica_id=0), "is not a box of a tensor"),
         (shard((4,), global_offset=(1,)), "not within 0 to 4"),
         (shard((2,), (0, 0, 2), global_offset=(1,)), "offset 1 is not a multiple of the size 2"),
         (shard((2,), global_shape=(5,)), "1 fragments of 2 do not make 5"),

@@ -175,7 +175,7 @@ def test_a_stage_of_another_step(tmp_path):
     later = tmp_path / "later" / "global_step3"
     for file in later.glob("*mp_rank_01_optim*"):
         shutil.copy(file, tmp_path / "run" / TAG)
-    refused(tmp_path / "run", ContradictionError, "another save than the fp32 weights")
+    refused(tmp_path / "run", ContradictionError, "a different save, layer or expert than the fp32 weights")
     shutil.copy(later / "mp_rank_01_model_states.pt", tmp_path / "run" / TAG)
     refused(tmp_path / "run", ContradictionError, "global_steps differs")
 
@@ -185,7 +185,12 @@ def test_a_layer_of_another_step_is_seen_by_its_weights(tmp_path, number):
     write_pipeline(tmp_path / "run", made_pipeline(0), PIPELINE)
     write_pipeline(tmp_path / "other", made_pipeline(1), PIPELINE)
     shutil.copy(layer(tmp_path / "other", number), layer(tmp_path / "run", number))
-    refused(tmp_path / "run", ContradictionError, layer(tmp_path, number).name, "another save than the fp32 weights")
+    refused(
+        tmp_path / "run",
+        ContradictionError,
+        layer(tmp_path, number).name,
+        "a different save, layer or expert than the fp32 weights",
+    )
 
 
 def test_another_layers_file(tmp_path):
@@ -313,7 +318,7 @@ def test_another_experts_file(tmp_path):
     refused(run, ContradictionError, "renamed or copied")
     write_experts(tmp_path / "other", made_experts(1), EXPERTS)
     shutil.copy(expert(tmp_path / "other", 2), expert(run, 2))
-    refused(run, ContradictionError, "another save than the fp32 weights")
+    refused(run, ContradictionError, "a different save, layer or expert than the fp32 weights")
     own = {name.replace(".2.", ".1."): tensor for name, tensor in torch.load(expert(run, 2)).items()}
     torch.save(own, expert(run, 2))
     refused(run, ContradictionError, "another expert than 2")

@@ -313,7 +313,7 @@ def test_a_missing_last_rank_that_shortens_all_alike(rank_pool: RankPool, tmp_pa
         gathered(folder)
     config.unlink()
     for look in (gathered, open_checkpoint):
-        with pytest.raises(LayoutError, match="existing pieces alone") as caught:
+        with pytest.raises(LayoutError, match="only from the existing pieces") as caught:
             look(folder)
         assert "config.json into" in str(caught.value.next_step) and "base_model=" in str(caught.value.next_step)
     report = verify_model(folder)

@@ -143,7 +143,7 @@ def test_a_format_without_parts(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file(MODEL, folder / "model.safetensors")
-    with pytest.raises(UsageError, match="that is not in parts"):
+    with pytest.raises(UsageError, match="a single model without parts"):
         gather_checkpoint(folder, tmp_path / "out", part="ema")
     save(folder, {"model": MODEL, "ema": EMA})
     gather_checkpoint(folder, tmp_path / "out", part="ema")

@@ -35,7 +35,7 @@ def test_whole_models_are_proven(family: str) -> None:
     recipe = f"megatron-{family.replace('_', '-')}"
     assert prove_shapes(shapes, config) == prove_shapes(megatron, config) == recipe
     for whole in (shapes, megatron):
-        with pytest.raises(LayoutError, match="from the existing pieces alone"):
+        with pytest.raises(LayoutError, match="only from the existing pieces"):
             prove_shapes(whole)
 
 
@@ -45,7 +45,7 @@ def test_torchtitans_names_too() -> None:
     assert prove_shapes(shapes, config) == "torchtitan-llama3"
     small = shapes_of(as_torchtitan(tiny("llama", head_dim=4)))
     assert prove_shapes(small, {key: value for key, value in config.items() if key != "head_dim"})
-    with pytest.raises(LayoutError, match="from the existing pieces alone"):
+    with pytest.raises(LayoutError, match="only from the existing pieces"):
         prove_shapes(shapes)
     with pytest.raises(IncompleteError, match=r"norm.weight is shorter than"):
         prove_shapes({**shapes, "norm.weight": (21,)})
@@ -107,7 +107,7 @@ def test_what_is_seen_without_a_config() -> None:
             with pytest.raises(IncompleteError):
                 prove_shapes({**shapes, name: (*shape[:dim], length - 1, *shape[dim + 1 :])})
     vocabulary = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (36, 24))
-    with pytest.raises(LayoutError, match="from the existing pieces alone"):
+    with pytest.raises(LayoutError, match="only from the existing pieces"):
         prove_shapes({**shapes, **vocabulary})
 
 

@@ -111,7 +111,7 @@ def test_a_tensor_that_a_loader_changes_counts_as_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("starts", "match"), [((0, 1), "no cuts by the axes of 'tp=2'"), ((0, None), "never writes")], ids=str
+    ("starts", "match"), [((0, 1), "not splits by the axes of 'tp=2'"), ((0, None), "never writes")], ids=str
 )
 def test_parts_that_no_mesh_gives_and_gaps_are_refused(starts: Any, match: str) -> None:
     def make_rank(rank: int) -> Any:

@@ -70,7 +70,7 @@ def test_gathers_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     command = ("gather", states, "--out", "hf://org/name")
     try:
         refused = start(hub, *command)
-        assert refused.returncode == 2 and f"the model is whole in {stage}" in refused.stderr
+        assert refused.returncode == 2 and f"the complete model is in {stage}" in refused.stderr
         files = read_folder(stage)
         made = start(hub, *command, "--json")
         assert made.returncode == 0, made.stderr

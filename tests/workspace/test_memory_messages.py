@@ -148,7 +148,7 @@ def test_what_came_from_a_killed_process_stays_and_nothing_more_comes(reader):
     tensor_of(buffer, fill_tensor(0, NBYTES)).fill_(3)
     assert holds(buffer, 3)
     for receipt in (second, second, first):
-        with pytest.raises(IncompleteError, match="rank 1 left its memory") as caught:
+        with pytest.raises(IncompleteError, match="rank 1 is gone") as caught:
             MemoryMessages().fetch(1, receipt)
         assert caught.value.file == f"/proc/{process.pid}/fd/{place_of(receipt)['fd']}"
         assert f"pid {process.pid}" in caught.value.next_step

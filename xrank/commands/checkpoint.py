@@ -166,8 +166,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open any source of `gather_checkpoint` as a mapping of whole tensors; nothing is written or removed.
 
-    The plan is proven from metadata before this returns: every element of every tensor exactly once. Bytes of a tensor
-    are read when it is looked up.
+    The plan is proven from metadata before this returns: every element of every tensor exactly once. A tensor's bytes
+    are read when the tensor is looked up.
 
     Args:
         path: the folder, or file.
@@ -177,7 +177,7 @@ def open_checkpoint(
         part: as `gather_checkpoint`.
         dtype: element type of floating-point tensors.
         dequantize: as `gather_checkpoint`.
-        max_memory: bytes of buffers, beside the tensor that a look-up returns.
+        max_memory: bytes of buffers, in addition to the returned tensor.
 
     Raises:
         UsageError, LayoutError, IncompleteError, ContradictionError, CorruptError, UnsafeError: as `gather_checkpoint`.

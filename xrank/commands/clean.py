@@ -23,25 +23,25 @@ def clean(
     dry_run: bool = False,
     now: Callable[[str], float] = folder_time,
 ) -> Report:
-    """Remove abandoned stages and messages in and of these folders; finish a replacement that a kill interrupted.
+    """Remove abandoned stages and messages of gathers in these folders; complete a replacement that a kill interrupted.
 
-    A stage is abandoned when its gather's lock is free and its process is gone. Stages of another host, and messages
-    of live gathers, which have no lock, are abandoned after an hour without a change. Only what xrank made is removed:
-    a folder needs, besides its name, a journal or a manifest of xrank in it, and a message must be a file of this user.
-    What has such a name without that stays, and the report names it. xrank's shared memory has no name and ends with
-    its last process.
+    A stage is abandoned when its gather's lock is free and its process is gone. Stages of another host, and messages of
+    live gathers, which have no lock, are abandoned after an hour without a change. Only what xrank made is removed: a
+    folder needs, besides its name, a journal or a manifest of xrank in it, and a message must be a file of this user.
+    Anything else with such a name stays, and the report names it. xrank's shared memory has no name and ends with its
+    last process.
 
-    Of an output in a store, the uploads of a gather that is gone are aborted, and the objects of a commit that was
-    killed are removed. S3 does not record which program began an upload, so one that no journal names stays; in Azure
-    and Google, whose parts bear xrank's names, it goes when it is an hour old.
+    For an output in a store, the uploads of a dead gather are aborted, and the objects of a commit that was killed are
+    removed. S3 does not record which program began an upload, so one that no journal names stays; in Azure and Google,
+    whose parts bear xrank's names, it goes when it is an hour old.
 
-    Of a folder of versions (``weight_v000001``, ...), those before the newest whole one are removed, too: no reader
-    needs them. They stay if the chain from that one to the newest version is not there.
+    In a folder of versions (``weight_v000001``, ...), the versions before the newest whole model are removed, too: no
+    reader needs them. They stay if the chain from that model to the newest version is incomplete.
 
     Args:
         paths: folders that hold outputs, messages or versions, or outputs themselves; URLs of outputs or of folders of
             versions; or one of them.
-        dry_run: list the remains without removing them.
+        dry_run: list the files without removing them.
         now: returns the time in seconds by the clock that stamps a folder's files, a file server's for instance.
 
     Raises:

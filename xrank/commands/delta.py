@@ -51,11 +51,11 @@ def make_delta(
     resume: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Write what has changed from one model to another as a version: the folder that SGLang, slime and others apply.
+    """Write the changes from one model to the next as a version: a folder that SGLang, slime and others apply.
 
     Each tensor that has changed is a compressed body under its Hugging Face name; the others are absent. The folder
-    records a checksum of each tensor's new bytes, and digests of both whole models, so that a reader refuses any other
-    base. It appears by one rename.
+    records a checksum of each tensor's new bytes, and digests of both whole models, so readers refuse any other base.
+    It appears by one rename.
 
     Args:
         old: the model on which the delta is applied: a folder, or a checkpoint of any format that xrank reads.
@@ -65,7 +65,7 @@ def make_delta(
         encoding: ``"xor"``, the old bytes xor the new ones, or ``"overwrite"``, positions and new bytes, which takes
             memory for all changes of a tensor.
         checksum: ``"xxh3-128"``, ``"blake3"`` (which needs the package of this name), or ``"adler32"``.
-        step: the training step, for readers.
+        step: the training step to record.
         base_model: names and shapes that neither side records, as of `xrank.gather_checkpoint`; so are `layouts`.
         layouts: a layout file, or its content.
         recipe: from training names to Hugging Face's, for the sides that it fits.

@@ -69,11 +69,11 @@ def apply_deltas(
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Make the model of a version from the model that its chain begins with, in one pass over all changes.
+    """Write the model of a version, from the base model of its chain and all changes, in one pass.
 
-    Every recorded checksum and state digest is compared before `out` appears by one rename. Called again with the same
-    arguments, it follows the trainer: a model in `out` that an earlier call made is replaced by the newest version's,
-    at any instant by one or the other, and made of its own files where the versions after it are there.
+    Every recorded checksum and state digest is compared before `out` appears by one rename. Call it again with the same
+    arguments to follow the trainer: the newest version atomically replaces the model that an earlier call wrote to
+    `out`. It is made from the files in `out` if all later versions are available.
 
     Args:
         base: the folder of the model on which the first version is based.
@@ -81,17 +81,18 @@ def apply_deltas(
         out: the folder to make, or its URL.
         version: the version to make; None: the newest.
         max_shard_size: bytes of tensors in a file.
-        max_memory: bytes of the executor's buffers; records that are made whole take up to 32 MB beside them.
+        max_memory: bytes of the executor's buffers; decoding of records takes up to 32 MB more.
         workers: number of threads; None: ``min(4, cores)``.
-        overwrite: whether a model that no call of this function has made may be replaced.
+        overwrite: whether to replace even a model that no call of this function has written.
         resume: whether to keep the finished parts of an interrupted run.
         verify: whether to read the files back before the rename.
         progress: called with (bytes written so far, bytes in all).
 
     Raises:
         IncompleteError: a version, or the base of one, is missing.
-        ContradictionError, CorruptError: versions, or a version and its base, do not fit, or a file is damaged.
-        OutputExistsError: `out` is another model.
+        ContradictionError, CorruptError: versions, or a version and its base, contradict each other, or a file is
+            damaged.
+        OutputExistsError: `out` is a different model.
         NoSpaceError, XrankError: the output could not be written; finished parts are kept for the next run.
 
     Example:
@@ -210,7 +211,7 @@ def _compare_state(model: StoredModel, digests: Mapping[str, str], state: str, f
 @names_own_arguments
 @counts_requests
 def verify_deltas(base: str | os.PathLike[str] | None, deltas: _Paths, *, workers: int | None = None) -> Report:
-    """Read every byte of versions, and compare all that they and their manifests record; write nothing.
+    """Read every byte of versions and compare all recorded checksums and digests; write nothing.
 
     Args:
         base: the folder of the model on which the first version is based; None: a version among them is whole.
@@ -218,7 +219,7 @@ def verify_deltas(base: str | os.PathLike[str] | None, deltas: _Paths, *, worker
         workers: number of threads; None: ``min(4, cores)``.
 
     Raises:
-        IncompleteError, ContradictionError, CorruptError: as of `apply_deltas`.
+        IncompleteError, ContradictionError, CorruptError: as in `apply_deltas`.
 
     Example:
         >>> import torch, xrank
@@ -286,7 +287,7 @@ def _trace_chain(chain: Chain, workers: int) -> int:
 @names_own_arguments
 @counts_requests
 def inspect_deltas(deltas: _Paths) -> Report:
-    """Return a report on versions, by their indexes and headers alone; errors as of `find_versions`.
+    """Return a report on versions, from their indexes and headers only; errors as in `find_versions`.
 
     Example:
         >>> import torch, xrank

@@ -51,21 +51,21 @@ def fold_deltas(
     overwrite: bool = False,
     resume: bool = True,
 ) -> Report:
-    """Make one version of consecutive ones: it has the last one's number, and the first one's base.
+    """Fold consecutive versions into one, with the number of the last and the base of the first.
 
-    Bodies of ``xor`` compose by xor, of ``overwrite`` by the later bytes; the base is not needed. The folder appears by
-    one rename.
+    ``xor`` changes are combined by xor; of ``overwrite`` changes the later bytes are used; the base is not needed. The
+    folder appears by one rename.
 
     Args:
         versions: folders of versions, or one folder of a chain, whose versions must all be deltas; or their URLs.
-        out: the folder to make, which is named as the last version, in another place; or its URL.
+        out: the folder to make, named like the last version, in a different place; or its URL.
         max_shard_size: bytes of bodies in a file.
         overwrite: whether an existing version may be replaced.
         resume: whether to keep the finished parts of an interrupted run.
 
     Raises:
         UsageError: a version is whole, or not based on the one before; or encodings or checksums differ.
-        ContradictionError: a version was made of other weights than those of the one before.
+        ContradictionError: a version is based on different weights than those of the version before.
         CorruptError: a body is damaged.
 
     Example:

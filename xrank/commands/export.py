@@ -126,16 +126,16 @@ def export_model(
     its own parts where possible, and the first rank publishes the folder by one rename. The model must not change
     meanwhile, except with `background`, which copies it.
 
-    With a known recipe, names, experts and ties are those of `save_pretrained`. Else names are those in memory, with a
-    note where transformers would change them.
+    With a known recipe, names, experts and ties are those of `save_pretrained`. Otherwise the names are those in
+    memory, with a note if transformers would change them.
 
     Args:
-        model_or_state_dict: a module, also one that FSDP1 or ZeRO-3 has cut; Megatron's chunks of one; or tensors by
-            name: DTensors, plain tensors, or both, on any device.
+        model_or_state_dict: a module, also one that is sharded by FSDP1 or ZeRO-3; Megatron's chunks of one; or tensors
+            by name: DTensors, plain tensors, or both, on any device.
         out: the folder to make, on a file system that all ranks see, or its URL in a store, ``s3://bucket/model``.
             Without `overwrite` it must not exist.
         layouts: the layouts of plain tensors. A plain tensor without a layout counts as whole on every rank that has
-            it. Layouts are trusted: one that cuts a whole tensor describes a larger tensor.
+            it. Layouts are trusted: a layout that splits a whole tensor describes a larger tensor.
         mesh: xrank's ``DeviceMesh`` or torch's, for layouts without a mesh and for Megatron's modules
             (`xrank.readers.megatron.live`).
         recipe: as `xrank.gather_checkpoint`; so are `dtype`, `base_model` and `max_shard_size`.
@@ -147,30 +147,31 @@ def export_model(
             replace it in separate files. ``{name: tensor}`` copies the tensor, and only copies get `dtype`; ``{}``
             leaves it out. The function must be the same on all ranks. Every rank first calls it with meta tensors to
             learn names, shapes and dtypes; then one rank calls it for each tensor.
-        adapter: ``"separate"`` writes LoRA adapters as a PEFT folder beside the model, ``"merge"`` adds them to it;
-            ``"both"`` does both; None: ``"separate"``. A `PeftModel` brings their configuration.
+        adapter: ``"separate"`` writes LoRA adapters as a PEFT folder inside the model's folder, ``"merge"`` adds them
+            to it; ``"both"`` does both; None: ``"separate"``. A `PeftModel` contains their configuration.
         quantize: write matrices quantized, as `xrank.gather_checkpoint`; so are `quantize_ignore` and `dialect`. Ranks
-            read each other's parts, band by band: none holds a whole tensor.
-        quantize_ignore: modules that stay as they are.
+            read each other's parts, band by band: no rank holds a whole tensor.
+        quantize_ignore: modules that are not quantized.
         dialect: the form of the quantized folder.
         config_overrides: additional or replaced content of config.json.
         max_memory: bytes of each rank's buffers; None: ``"64MB"``. With `background`, bytes of the buffers and the
             copy; None: the copy may take this rank's share of the memory that its host has left.
         overwrite: whether an existing model may be replaced; unknown folders in it, and states of ranks, are refused.
         delta_from: a folder, which all ranks see, of a model with the same tensors: `out`, ``deltas/weight_v000001``,
-            then gets what has changed since, as `xrank.make_delta` writes it, and no small files. Each rank compares
-            its share of the tensors.
-        progress: called with (bytes written so far, bytes in all), on the first rank alone; an exception that it
-            raises ends the call on all ranks.
+            then gets only the changes, as from `xrank.make_delta`, and no small files. Each rank compares its share of
+            the tensors.
+        progress: called with (bytes written so far, bytes in all), only on the first rank; an exception in it ends the
+            call on all ranks.
         group: the ranks; None: all of the world. Only their store is used, no collective.
-        timeout_seconds: how long ranks may take to arrive. After that a death is noticed in seconds.
+        timeout_seconds: how long ranks may take to arrive. After that, a rank's death is detected within seconds.
         background: return as soon as each rank has copied its part to the host's memory. A thread does the rest, and
-            training may go on: what is written is the model at the time of the call. One export at a time: the next
-            waits for the last. The interpreter waits at its end for a running export.
+            training may continue: the model at the time of the call is written. The next export waits for the previous
+            one. At exit, the interpreter waits for a running export.
 
     Returns:
         The same report on every rank; with `background`, a `concurrent.futures.Future` of it. `result()` raises what
-        the call would raise, on all ranks. A failure that was not read so is raised by the next call on all ranks.
+        the call would raise, on all ranks. If `result()` is never called, the next export raises the failure on all
+            ranks.
 
     Raises:
         NoSpaceError: with `background`, the host has too little memory left for the copies.
@@ -264,7 +265,7 @@ def save_model(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Write whole tensors of this process alone as a Hugging Face folder; no other rank takes part.
+    """Write whole tensors of one process as a Hugging Face folder; other ranks do not call this.
 
     It is `export_model` for one rank, such as the first one in the body of `get_tensors_parallel`, which holds tensors
     that it has gathered: the same names, shards, manifest and commit.
@@ -276,10 +277,10 @@ def save_model(
         dtype: element type of floating-point tensors.
         base_model: a model folder, or the ID of one in the local Hugging Face cache.
         max_shard_size: bytes of tensors in a file.
-        transform: makes other tensors of whole ones, as `export_model`.
+        transform: computes new tensors from whole tensors, as in `export_model`.
         adapter: the form of LoRA adapters.
         quantize: as `export_model`; so are `quantize_ignore` and `dialect`.
-        quantize_ignore: modules that stay as they are.
+        quantize_ignore: modules that are not quantized.
         dialect: the form of the quantized folder.
         config_overrides: additional or replaced content of config.json.
         max_memory: bytes of the buffers; None: ``"64MB"``.

@@ -51,9 +51,9 @@ def iter_model(
     order. They are made ahead, in buckets within the budget; each yielded tensor is the caller's, in its own memory.
     The model must not change before all ranks have ended.
 
-    On ranks that take no tensors the iterator waits, lends its part to the others, and ends when they have ended. A
-    rank may stop early: others that take tensors continue. An exception in a ``with`` block is reported on all other
-    ranks; a bare ``for`` cannot distinguish it from a ``break``. A rank that dies is reported on all.
+    On ranks that take no tensors, the iterator waits while the others read this rank's part, and ends when they have
+    ended. A rank may stop early: others that take tensors continue. An exception in a ``with`` block is reported on all
+    other ranks; a bare ``for`` cannot distinguish it from a ``break``. If a rank dies, all ranks raise an error.
 
     Messages between hosts go through the folder of ``XRANK_WORKSPACE``, or the working directory, which all must see.
 

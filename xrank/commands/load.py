@@ -152,17 +152,17 @@ def load_model(
 
     Every rank of the group makes this call. All ranks prove the load from metadata before they touch a tensor: the
     module and the source have the same names, shapes and layouts fit, and every rank sees the same source. Then each
-    rank reads its part straight into the module: no parameter is allocated anew, on any device and with any strides,
-    and autograd counts the change. After an error beyond that point the tensors' values are undefined; another call
-    fills them.
+    rank reads its part straight into the module: on any device and with any strides, no parameter is reallocated, and
+    autograd's version counters increase. After an error beyond that point the tensors' values are undefined; another
+    call fills them.
 
     Quantized weights of the source are decoded for a module of floating-point parameters, as by
-    ``gather_checkpoint(..., dequantize=True)``; a module that has codes and scales itself gets those of the source.
+    ``gather_checkpoint(..., dequantize=True)``; a quantized module gets the quantized values and scales of the source.
 
-    A rank reads its own part of the source and, for cuts of inner dims, the gaps if it wants at least a quarter.
-    Checksums are compared if a rank reads all bytes below one, replicas by one rank, and digests of
-    ``xrank_manifest.json`` for tensors that a rank holds whole in the source's type. Buffers that are not persistent
-    stay as they are, with a note: `torch.nn.Module.to_empty` leaves rotary frequencies without values.
+    A rank reads only its own part of the source. If inner dims are sharded, it also reads the gaps if it needs at least
+    a quarter of the bytes. A checksum is compared if a rank reads all of its bytes, replicas by one rank, and digests
+    of ``xrank_manifest.json`` for tensors that a rank holds whole in the source's type. Buffers that are not persistent
+    are not changed, with a note: `torch.nn.Module.to_empty` leaves rotary frequencies without values.
 
     Args:
         module: a module with DTensors of any mesh (FSDP2, tensor parallelism, both), plain tensors, or both; its state

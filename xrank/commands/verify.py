@@ -56,28 +56,28 @@ def verify_model(
 ) -> Report:
     """Read every byte of a model or checkpoint, and compare it.
 
-    A model with a manifest is compared with it. A checkpoint is proven as by a gather, with all checksums and replicas.
+    A model with a manifest is compared with it. A checkpoint is proven as in a gather, with all checksums and replicas.
     With `against`, the tensors of both are compared value by value, also those of adapters. If only one of the two has
     an adapter, the other must be the result of `gather_checkpoint` with ``adapter="merge"``.
 
     Args:
         path: a model or a checkpoint.
         against: a model or checkpoint to compare with.
-        signature: a bundle of ``gather_checkpoint(sign=...)`` or of model-signing, to compare all files with, in place
+        signature: a bundle of ``gather_checkpoint(sign=...)`` or of model-signing, to compare all files with, instead
             of the manifest; None with `public_key`: ``model.sig`` in the folder. Needs ``xrank[sign]``.
         public_key: file of the public key (PEM) that belongs to the signature.
-        layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
+        layouts: a layout file, or its content, for a checkpoint without recorded layouts, in `path` or `against`.
         base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
             it only does the latter.
-        recipe: the recipe of the gather that is compared, where names and config.json leave a choice, or a file.
+        recipe: the recipe that the gather used, if names and config.json allow several, or a file.
         part: keys of the part of `path` to read, as `xrank.gather_checkpoint`; so is `world_size`.
         world_size: number of ranks that wrote `path`.
         adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `distributed` and `timeout_seconds`.
         workers: number of threads.
-        progress: called with (bytes compared so far, bytes in all), on rank 0 alone; an exception that it
-            raises ends the call on all ranks.
-        distributed: share the reading among a launcher's ranks. Rank 0 alone judges and reports.
+        progress: called with (bytes compared so far, bytes in all), only on rank 0; an exception in it ends the call on
+            all ranks.
+        distributed: share the reading among a launcher's ranks. Only rank 0 compares and reports.
         timeout_seconds: how long to wait for a live rank.
 
     Returns:

@@ -386,7 +386,7 @@ def distribution() -> Any:
 def set_distribution(value: Any) -> None:
     """Set this thread's current distribution until the next call; None ends it.
 
-    Modules that are made from now on are laid out before their first use, or at the next call.
+    Modules that are created from now on are sharded before their first use, or at the next call.
 
     Example:
         >>> from xrank.distribution import DataParallel, distribution, set_distribution

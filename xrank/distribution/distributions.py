@@ -389,7 +389,7 @@ class DataParallel(Distribution):
     Args:
         device_mesh: a mesh with one axis; with several axes, the first one is used, with a warning.
         devices: a list of devices, for a mesh with the axis "batch"; if both are None, all of `list_devices`.
-        auto_shard_dataset: whether `distribute_dataset` cuts datasets.
+        auto_shard_dataset: whether `distribute_dataset` shards datasets.
 
     Example:
         >>> from xrank.distribution import DataParallel
@@ -436,14 +436,14 @@ class DataParallel(Distribution):
 
 
 class ModelParallel(Distribution):
-    """Parameters are laid out by a LayoutMap; parameters without a rule are on every rank.
+    """Shards parameters by a LayoutMap; parameters without a rule are replicated.
 
-    A rule for ``<name of a module>/output`` lays out the module's output, including the batch axis.
+    A rule for ``<name of a module>/output`` gives the layout of the module's output, including the batch axis.
 
     Args:
         layout_map: patterns of parameters' names to layouts, with a mesh.
         batch_dim_name: axis along which ranks get different parts of the batch; the mesh's first when None.
-        auto_shard_dataset: whether `distribute_dataset` cuts datasets.
+        auto_shard_dataset: whether `distribute_dataset` shards datasets.
         strict: whether an unused rule is an error.
         device_mesh: the map's own mesh, which older versions of Keras also required here.
         ignored: other keywords, which Keras accepts silently; they cause a warning.

@@ -58,14 +58,14 @@ def _facts_of(mesh: frozen.DeviceMesh) -> tuple[Any, ...]:
 
 
 class TensorLayout(frozen.TensorLayout):
-    """The cuts of a tensor's dims, as `keras.distribution.TensorLayout`.
+    """How a tensor's dims are split, like `keras.distribution.TensorLayout`.
 
     Args:
-        axes: per dim the axis that cuts it, or None.
+        axes: per dim the axis that splits it, or None.
         device_mesh: the mesh; it may be set later, once.
 
     Raises:
-        LayoutError: an axis cuts twice, or is not in the mesh.
+        LayoutError: an axis splits twice, or is not in the mesh.
 
     Example:
         >>> layout = TensorLayout(("batch", None))
@@ -104,7 +104,7 @@ class TensorLayout(frozen.TensorLayout):
     def with_mesh(
         self, device_mesh: frozen.DeviceMesh, views: Mapping[str, frozen.DeviceMesh] | None = None
     ) -> TensorLayout:
-        """Attach a mesh to this layout itself, as Keras does when a map stores the layout."""
+        """Attach a mesh to this layout in place, as Keras does when a map stores the layout."""
         if self.device_mesh is None:
             made = frozen.TensorLayout.with_mesh(self, device_mesh, views)
             self._fill(made.tree, device_mesh, made.view_mesh)
@@ -125,7 +125,7 @@ class TensorLayout(frozen.TensorLayout):
 
     @property
     def axes(self) -> tuple[str | tuple[str, ...] | None, ...]:
-        """Per dim the axis that cuts it, or None; of several axes all, in the order of the cuts."""
+        """Per dim the axis that splits it, or None; if several axes split it, all of them in order."""
         return tuple((axes[0] if len(axes) == 1 else axes) if axes else None for axes in self.cut_axes)
 
 
@@ -139,7 +139,7 @@ def in_keras_form(layout: frozen.TensorLayout) -> TensorLayout:
 
 
 class LayoutMap(frozen.LayoutMap):
-    """Patterns of names to layouts, as `keras.distribution.LayoutMap`. It returns the layouts that were put in.
+    """A map from patterns of names to layouts, like `keras.distribution.LayoutMap`. It returns the stored layouts.
 
     Args:
         device_mesh: the mesh, which layouts without a mesh get when they are stored.

@@ -222,8 +222,8 @@ def _digest(tensor: torch.Tensor) -> int:
 class DistributedDataParallel(torch.nn.Module):
     """A module with gradient buffers. Docstrings name the methods that all ranks call together.
 
-    Each parameter gets ``main_grad``, a view of its place in a buffer, where gradients are added up; ``.grad`` is None
-    after every backward. A kernel that adds to ``main_grad`` itself sets ``grad_added_to_main_grad = True``.
+    Each parameter gets ``main_grad``, a view of its place in a buffer, where gradients are accumulated; ``.grad`` is
+    None after every backward. A kernel that adds to ``main_grad`` itself sets ``grad_added_to_main_grad = True``.
 
     So torch's optimizers and `clip_grad_norm_` find no gradients on the module's parameters. Give them the parameters
     of `ParameterShards`, with or without the distributed optimizer. Ranks of the world outside of the mesh call
@@ -295,7 +295,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add up gradients inside: for all micro-batches of a step but the last."""
+        """Only accumulate gradients inside: for all micro-batches of a step but the last."""
         before = self._hooks.is_last_microbatch
         self._hooks.is_last_microbatch = False
         try:
@@ -317,14 +317,15 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.start()
 
     def finish_grad_sync(self) -> None:
-        """Wait until gradients are added up over all replicas; once per step, on all ranks of the mesh.
+        """Wait until gradients are summed over all replicas; once per step, on all ranks of the mesh.
 
         If the plan has later reductions, as along tp, call `finalize_model_grads` instead. With the distributed
         optimizer only the elements in ``owned`` are right after it.
 
         Raises:
-            GradientError: on all ranks, naming the parameter: a gradient came after its bucket had left, or is missing
-                with ``unused="error"``; its parameter is not in the plan, or was frozen since; or, in the first step,
+            GradientError: on all ranks, naming the parameter: a gradient was computed after its bucket was sent, or is
+                missing with ``unused="error"``; its parameter is not in the plan, or was frozen since; or, in the first
+                step,
             replicas have different values. Or this is the second call of the step.
         """
         rank = self.plan.rank
@@ -360,8 +361,8 @@ class DistributedDataParallel(torch.nn.Module):
             discard: drop gradients that were never exchanged; on all ranks of the mesh.
 
         Raises:
-            GradientError: gradients since the last call were never exchanged, or not along all axes: if parameters
-                were stepped with them, replicas now differ.
+            GradientError: gradients since the last call were never exchanged, or not along all axes: if the optimizer
+                has used them, replicas now differ.
         """
         if self.later_is_due and not discard:
             planned = next(planned for planned in self.plan.parameters if planned.later)
@@ -418,16 +419,16 @@ class DistributedDataParallel(torch.nn.Module):
         self._notify_listeners()
 
     def start_param_sync(self, *, force_sync: bool = False) -> None:
-        """Gather the parameters after all ranks stepped their shards; on all ranks. Without shards, do nothing.
+        """Gather the parameters after all ranks have updated their shards; on all ranks. Without shards, do nothing.
 
         With ``overlap_param_gather`` this returns at once, and each module waits for its own parameters before it runs.
         A module that uses parameters of another module does not wait for those: it needs ``force_sync``.
 
         Args:
-            force_sync: wait for all parameters here, as other readers of parameters need.
+            force_sync: wait for all parameters here, as needed before other code reads parameters.
 
         Raises:
-            GradientError: a parameter has left its buffer, so that its steps would be lost.
+            GradientError: a parameter is no longer in its buffer, so its updates would be lost.
         """
         self._gather.start()
         if force_sync or not self.config.overlap_param_gather:
@@ -439,7 +440,7 @@ class DistributedDataParallel(torch.nn.Module):
         This deletes ``main_grad`` until `restore`: it would read freed memory. Any other view does.
 
         Raises:
-            GradientError: gradients are under way, or were never exchanged.
+            GradientError: gradients are being exchanged, or were never exchanged.
         """
         self._check_exchanged()
         self._hooks.take_views()
@@ -459,7 +460,7 @@ class DistributedDataParallel(torch.nn.Module):
         Parameters that moved into buffers of shards stay there. Compiled graphs are dropped (``torch.compiler.reset``).
 
         Raises:
-            GradientError: gradients were never exchanged, or stepped parameters were not gathered.
+            GradientError: gradients were never exchanged, or updated parameters were not gathered.
         """
         self._check_exchanged()
         self._gather.close()

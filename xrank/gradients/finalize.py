@@ -226,7 +226,7 @@ class RouterBiases:
 
 @torch.no_grad()
 def finalize_model_grads(models: Models, num_tokens: torch.Tensor | float | None = None) -> list[Reduction]:
-    """Add up every gradient over all ranks that have a part of it: once per step, after its last backward.
+    """Sum every gradient over all ranks that have a part of it: once per step, after its last backward.
 
     All ranks of the mesh call this instead of `DistributedDataParallel.finish_grad_sync`, and raise the faults of any
     rank together. With the distributed optimizer only the elements in a plan's ``owned`` are right after it. Routers,
@@ -242,8 +242,8 @@ def finalize_model_grads(models: Models, num_tokens: torch.Tensor | float | None
         The exchanges in order. Sets of one rank need no exchange and are omitted.
 
     Raises:
-        GradientError: this step's gradients were exchanged already; a gradient came too late, is missing or is not
-            finite, where these are errors; ``num_tokens`` is missing, or gradients were divided already.
+        GradientError: this step's gradients were exchanged already; a gradient is late, missing or not finite, if these
+            are errors; ``num_tokens`` is missing, or gradients were divided already.
         UsageError: the models are not wrapped, or not on one mesh.
 
     Example:

@@ -262,7 +262,7 @@ _DEFAULT = GradientConfig()
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """The exchanges of all gradients of one rank. Replicas get equal layouts; no process group is needed.
+    """The plan of all gradient reductions of one rank. Replicas get equal layouts; no process group is needed.
 
     Example:
         >>> import torch
@@ -381,7 +381,7 @@ class GradientPlan:
         return buffer.shard_ranks[first // size : (first + parameter.numel - 1) // size + 1]
 
     def explain(self, name: str) -> str:
-        """Return plain sentences on the exchanges of a parameter's gradient, with their reasons."""
+        """Explain in plain sentences how a parameter's gradient is reduced, and why."""
         if name in self.frozen:
             return f"{name} is frozen: it has no gradient, no place in a buffer, and is never exchanged."
         parameter = self[name]

@@ -97,10 +97,10 @@ def list_owned_slices(models: Models) -> Mapping[str, OwnedSlice]:
 
 
 class ParameterShards:
-    """Owned slices as Parameters, for any optimizer of torch.optim.
+    """This rank's slices of the parameters, as Parameters for any optimizer of torch.optim.
 
     Shards share the module's memory if gradients and parameters have one dtype. If gradients are wider, a shard is a
-    copy in the gradients' dtype: the optimizer steps the copy, and the parameter gets its rounded values. The norm of
+    copy in the gradients' dtype: the optimizer updates the copy, and the parameter gets its rounded values. The norm of
     one rank's shards is not the norm of the model: see `grad_norm` and `clip_grad_norm`.
 
     Args:
@@ -135,10 +135,10 @@ class ParameterShards:
         return iter(self._shards.values())
 
     def map_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
-        """Return an optimizer's parameter groups with the shards in the place of the models' parameters.
+        """Return an optimizer's parameter groups with the shards instead of the models' parameters.
 
-        Shards of the distributed optimizer are flat. So write groups by the parameters' own names and shapes, such as
-        weight decay for those of two dims or more, and map them here.
+        Shards of the distributed optimizer are flat. So make the groups from the parameters' own names and shapes, such
+        as weight decay for two dims or more, and map them here.
 
         Args:
             groups: parameters, or dicts with ``params``, as an optimizer takes them.
@@ -179,11 +179,11 @@ class ParameterShards:
 
         Args:
             optimizer: an optimizer over these shards.
-            elementwise: accept an optimizer that is not known to step each element of a parameter by itself.
+            elementwise: accept an optimizer even if it is not known to update each element independently.
 
         Raises:
-            UsageError: the optimizer steps other parameters; or it mixes elements of a parameter, of which this rank
-                holds a part, or is not known; or it needs a closure or sparse gradients.
+            UsageError: the optimizer has different parameters; it mixes the elements of a sharded parameter, or is
+                unknown; or it needs a closure or sparse gradients.
         """
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         slices = [one for name, one in self.slices.items() if id(self._shards[name]) in stepped]
@@ -220,7 +220,7 @@ class ParameterShards:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copy the stepped values into the modules, and gather the parameters; on all ranks."""
+        """Copy the updated values into the modules, and gather the parameters; on all ranks."""
         for name, shard in self._shards.items():
             values = self.slices[name].values()
             # Shards of the module's dtype share its memory, so that only wider copies are written back.
@@ -386,9 +386,9 @@ def _count_copies(slices: Sequence[OwnedSlice], powers: torch.Tensor) -> torch.T
 class GradScaler(torch.amp.GradScaler):
     """torch's ``GradScaler`` for optimizers over `ParameterShards`; the same arguments and methods.
 
-    Each rank checks the gradients that it steps. The result is combined over all ranks of the mesh, so that all ranks
+    Each rank checks the gradients that it uses. The result is combined over all ranks of the mesh, so that all ranks
     take a step or all skip it, and their scales stay equal. ``unscale_``, and ``step`` without it, are calls of all
-    ranks, after `finalize_model_grads`. Attach the shards to the optimizer before.
+    ranks, after `finalize_model_grads`. Attach the shards to the optimizer first.
 
     Raises:
         UsageError: the optimizer has no attached shards.
@@ -596,13 +596,13 @@ def export_gradients(
 
     Args:
         models: one model, or several; then each name starts with the model's number.
-        names: maps such a name to the name in the whole model, where a stage or an expert counts its own from 0.
-        layouts: cuts of parameters by name in the whole model, for parameters without placements and Megatron's
+        names: maps such a name to the name in the whole model, if stages or experts count from 0.
+        layouts: layouts of parameters by name in the whole model, for parameters without placements and Megatron's
             attributes. A parameter without any source is a copy along tp.
 
     Raises:
         GradientError: the step's gradients were not exchanged, or their memory is released.
-        LayoutError: the cut of a parameter is unknown, or no layout can express it.
+        LayoutError: the layout of a parameter is unknown, or cannot be expressed.
         UsageError: two parameters have one name.
 
     Example:
@@ -640,7 +640,7 @@ def export_optimizer_shards(
 
     Raises:
         LayoutError: as in `export_gradients`.
-        UsageError: the optimizer steps other tensors, or a state is neither one number nor of the slice's shape.
+        UsageError: the optimizer has other tensors, or a state is neither a number nor has the slice's shape.
 
     Example:
         >>> from xrank.gradients import ParameterShards, export_optimizer_shards
@@ -684,7 +684,7 @@ def load_optimizer_shards(
         names: as in `export_gradients`.
 
     Raises:
-        UsageError: a parameter is missing, or a tensor has another shape; then nothing is changed.
+        UsageError: a parameter is missing, or a tensor has a different shape; then nothing is changed.
 
     Example:
         >>> from xrank.gradients import ParameterShards, load_optimizer_shards

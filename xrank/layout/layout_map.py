@@ -306,8 +306,8 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
     (`re.fullmatch`). Several such keys are refused. Without a key the result is None instead of a KeyError, so ``get``
     never returns its default and ``in`` is true for any name, as in Keras. An existing key cannot be set again.
 
-    A key with dims, such as ``layers.{6/pp}.up``, is not a regular expression: it matches names with an index in the
-    place of each group. `xrank.layout.tensor_name` defines which tensors a rank holds under it.
+    A key with dims, such as ``layers.{6/pp}.up``, is not a regular expression: it matches names with an index instead
+    of each group. `xrank.layout.tensor_name` defines which tensors a rank holds under it.
 
     Args:
         device_mesh: attached to each layout that is stored without a mesh.
@@ -454,7 +454,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         """Write the map as a layout file, whole or not at all; equal maps in equal order give equal bytes.
 
         Raises:
-            LayoutError: a layout has another mesh than the map, or a name cannot be text in a file.
+            LayoutError: a layout has a different mesh than the map, or a name cannot be written as text.
             UsageError: the file cannot be written.
         """
         text, file = to_text(self._content()), os.fspath(path)
@@ -469,7 +469,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             raise UsageError(what, file=file, next_step=next_step) from error
 
     def diff(self, other: LayoutMap) -> LayoutDiff:
-        """Return the differences from this map, the old one, to another map, the new one.
+        """Return the differences from this map (old) to the given map (new).
 
         Raises:
             LayoutError: a file cannot express one of the maps.

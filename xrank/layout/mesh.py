@@ -185,7 +185,7 @@ class DeviceMesh:
         return DeviceMesh(lengths, kept, self._devices_of(ranks))
 
     def transpose(self, *axes: str) -> DeviceMesh:
-        """Return the mesh with its axes in another order; every rank keeps its coordinate."""
+        """Return the mesh with its axes in a different order; every rank keeps its coordinate."""
         self.check_axes(axes)
         if len(axes) != len(self.axis_names):
             what = f"an order of the mesh {self.grid!r} names all of its axes"
@@ -195,17 +195,17 @@ class DeviceMesh:
         return DeviceMesh(lengths, axes, self._devices_of(ranks))
 
     def view(self, grid: str) -> DeviceMesh:
-        """Return a second factoring of the same ranks, in the same order: ``mesh.view("pp=2 edp=1 ep=4")``."""
+        """Return a second factorization of the same ranks, in the same order: ``mesh.view("pp=2 edp=1 ep=4")``."""
         return DeviceMesh.parse_grid(grid, self._devices_of())
 
     def check_place(self, axis: str, place: int, length: int) -> None:
-        """Refuse a place that an axis of the mesh or of its view, which is that long, does not have."""
+        """Raise an error for a place outside an axis of this length, of the mesh or of its view."""
         if not 0 <= place < length:
             what = f"the mesh {self.grid!r} has no place {place} along {axis!r}"
             raise LayoutError(what, got=f"{axis}={place}", want=f"0 to {length - 1}")
 
     def check_axes(self, axes: Iterable[str]) -> None:
-        """Refuse names that are not axes of the mesh, or that occur twice."""
+        """Raise an error for names that are not axes of the mesh, or that occur twice."""
         seen: set[str] = set()
         for axis in axes:
             self.axis_length(axis)
@@ -342,7 +342,7 @@ class MeshIndex(Struct, frozen=True):
         return self.mesh.rank_at(self.coordinate)
 
     def with_places(self, **places: int) -> MeshIndex:
-        """Return the index with other places along some axes."""
+        """Return the index with different places along some axes."""
         self.mesh.check_axes(places)
         return MeshIndex(self.mesh, tuple({**self.coordinate, **places}.values()))
 
@@ -362,14 +362,14 @@ MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 
 
 class MeshViews(Struct, frozen=True):
-    """One world of ranks with several factorings; a layout belongs to one of them.
+    """One world of ranks with several factorizations; a layout belongs to one of them.
 
     Args:
-        main: the main factoring.
+        main: the main factorization.
         others: (name, mesh) of each view, with the same ranks in the same order.
 
     Raises:
-        LayoutError: a view has other ranks, or a name occurs twice.
+        LayoutError: a view has different ranks, or a name occurs twice.
 
     Example:
         >>> mesh = DeviceMesh((2, 2), ("dp", "tp"))

@@ -82,15 +82,15 @@ def _find_repeated(names: list[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class TensorLayout:
-    """The cuts of all dims of a tensor, and the mesh, if known.
+    """How the dims of a tensor are split over the axes of a mesh.
 
     Args:
-        axes: per dim an axis, which cuts the dim evenly, or None, as in Keras; the letters of a string are axes. The
+        axes: per dim an axis that splits the dim evenly, or None, as in Keras; the letters of a string are axes. The
             sizes are named d0, d1, ...
         device_mesh: the mesh of these axes; `with_mesh` can attach it later.
 
     Raises:
-        LayoutError: an axis cuts twice, is not in the mesh, or has the name of a size.
+        LayoutError: an axis splits twice, is not in the mesh, or has the name of a size.
 
     Example:
         >>> str(TensorLayout((None, "tp")))
@@ -107,7 +107,7 @@ class TensorLayout:
     dims: tuple[Node, ...] = field(compare=False)
     """One node per dim."""
     cut_axes: tuple[tuple[str, ...], ...] = field(compare=False)
-    """Per dim the axes that cut it, in the order of the cuts; empty for a whole dim."""
+    """Per dim the axes that split it, in the order of the splits; empty for a whole dim."""
 
     def __init__(self, axes: Sequence[str | None], device_mesh: DeviceMesh | None = None) -> None:
         entries = tuple(axes)
@@ -160,7 +160,7 @@ class TensorLayout:
         return layout
 
     def with_mesh(self, device_mesh: DeviceMesh, views: Mapping[str, DeviceMesh] | None = None) -> TensorLayout:
-        """Attach a mesh; as in Keras, a layout with another mesh is refused.
+        """Attach a mesh; as in Keras, a layout with a different mesh is refused.
 
         Args:
             device_mesh: the mesh.
@@ -187,7 +187,7 @@ class TensorLayout:
 
     @property
     def axes(self) -> tuple[Any, ...]:
-        """Per dim the axes that cut it, in the order of the cuts; empty for a whole dim."""
+        """Per dim the axes that split it, in the order of the splits; empty for a whole dim."""
         return self.cut_axes
 
     @property

@@ -35,19 +35,19 @@ class Quantization(Struct, frozen=True):
     """A transform that quantizes weights to fp8 or int8, with scales in fp32, for ``transform=`` of any call.
 
     A matrix ``name`` becomes ``name`` in the new type and a tensor of scales in fp32; ``name * scale`` is about the old
-    value. Where ranks hold parts of a matrix, it is made band by band, and no rank holds all of it.
+    value. If ranks hold parts of a matrix, it is quantized band by band, and no rank holds all of it.
 
     Attributes:
         dtype: ``"fp8"`` (e4m3, largest magnitude 448) or ``"int8"`` (127, rounded half to even).
         blocks: one scale for a ``"tensor"``, a ``"channel"`` (row), or each block of (rows, columns). Tensors of more
-            than two dims are matrices of their last two, each with scales of its own.
-        keep: patterns of names that stay as they are, beside tensors of one dim and integers; None: embeddings, heads,
-            norms and routers.
+            than two dims are stacks of matrices, each with its own scales.
+        keep: patterns of names that are not quantized, in addition to tensors of one dim and integers; None:
+            embeddings, heads, norms and routers.
         scale_suffix: appended to the name for the scales; None: ``"_scale_inv"`` for blocks, as in checkpoints of
             DeepSeek and transformers' ``fp8``, else ``"_scale"``, as in those of ModelOpt and compressed-tensors.
 
     Raises:
-        UsageError: an attribute has another value.
+        UsageError: an attribute has an invalid value.
 
     Example:
         >>> import torch, xrank
@@ -76,7 +76,7 @@ class Quantization(Struct, frozen=True):
 
     @property
     def encoding(self) -> Encoding:
-        """The same arithmetic, for tensors that are made band by band."""
+        """The same arithmetic, for tensors that are quantized band by band."""
         from xrank.engine import encodings  # sources that are not quantized do not need this module
 
         return encodings.fp32_encoding(self.dtype, self.blocks, self.name_scales(""))

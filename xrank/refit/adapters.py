@@ -83,9 +83,9 @@ def take_adapter(
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
 ) -> TakenAdapter:
-    """Prepare to take the LoRA adapter of a trainer's PeftModel; every rank of the engine makes this call.
+    """Connect an engine to the LoRA adapter of a trainer's PeftModel; every rank of the engine makes this call.
 
-    Each rank gets whole tensors, as engines that cut adapters by themselves take them.
+    Each rank gets whole tensors, because engines shard adapters themselves.
 
     Args:
         address: the directory of the trainer's `xrank.offer_weights`, of an adapter only or of a whole PeftModel.

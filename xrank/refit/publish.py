@@ -121,23 +121,23 @@ def offer_weights(
         base_model: a model folder whose config and names count, for modules without a config, such as Megatron's.
         dtype: element type of floating-point tensors, which each rank casts at `publish`: as `xrank.export_model`.
         transform: an `xrank.Quantization`, as `quantize`; or a function as of `xrank.export_model`: at each `publish`
-            one rank makes a tensor whole, calls it, and lends the result. Casts and transforms take memory of the host
-            for the bytes that they lend.
-        quantize: lend quantized matrices, as `xrank.gather_checkpoint` writes them; so are `quantize_ignore` and
+            one rank gathers a whole tensor, calls the function, and offers the result. Casts and transforms need host
+            memory for the offered bytes.
+        quantize: offer quantized matrices, as `xrank.gather_checkpoint` writes them; so are `quantize_ignore` and
             `dialect`. At each `publish` the ranks read each other's parts, band by band, and each makes its share.
         quantize_ignore: modules that stay as they are.
         dialect: the names of the quantized tensors.
         adapter_only: whether to offer only the LoRA adapter of a PeftModel, under the names in PEFT's folders, for
             engines of `xrank.take_adapter`.
-        snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
-            host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
-        proof: whether `publish` digests what is lent, for engines of ``take_weights(..., proof=True)``. It takes a pass
-            over this rank's bytes.
-        wire: ``"mooncake"``: engines may copy by Mooncake's transfer engine, too, if they ask for it; its ports demand
-            no token. None: the kernel copies on one host, sockets between hosts.
+        snapshot: whether `publish` copies this rank's part into host memory and returns at once. The copy is as large
+            as the part. Without a snapshot, `publish` returns when the engines have copied the step.
+        proof: whether `publish` computes digests of the offered weights, for engines of
+            ``take_weights(..., proof=True)``. It reads all bytes of this rank once more.
+        wire: ``"mooncake"``: engines may also copy with Mooncake's transfer engine; its ports require no token. None:
+            the kernel copies on one host, sockets between hosts.
         on_engine_failure: what `publish` does when engine ranks fail or end. ``"report"``: it names them in its report
-            (`PublishReport.failed`), and the training goes on. ``"raise"``: it raises on all ranks of the trainer, once
-            for each failure.
+            (`PublishReport.failed`), and the training continues. ``"raise"``: it raises on all ranks of the trainer,
+            once for each failure.
         deltas: a folder that all ranks see, or its URL in a store, into which each `publish` also writes a version for
             engines elsewhere: first a whole model, ``weight_v000000``, then what has changed since the version before
             (`xrank.make_delta`). Each rank keeps a copy of its share of the tensors. If a version cannot be written,

@@ -347,20 +347,20 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
 
 
 def record_layouts(make_rank: Callable[[int], EngineRank], shapes: Shapes, mesh: DeviceMesh) -> LayoutMap:
-    """Return the layouts of an engine's ranks, from its own loader; no rank is started, and no weights are held.
+    """Return the layouts of an engine's ranks, from its own loader, without starting ranks or reading weights.
 
     The loader of each rank runs once on tensors without memory, as in `xrank.take_weights`: each copy into a parameter
-    shows the part that the rank takes. A tensor that the loader changes on the way counts as taken whole.
+    shows the part that the rank takes. A tensor that the loader changes on the way counts as whole on each rank.
 
     Args:
         make_rank: rank -> its loader and its parameters. The loader is called before the next rank is made.
-        shapes: the checkpoint's tensors, of which the loader need not take all.
+        shapes: the checkpoint's tensors; the loader need not use all of them.
         mesh: the engine's ranks, such as ``pp=2 tp=4``. Parts that repeat along a factor of an axis, such as the heads
             of keys of more ranks than heads, get a view of the mesh.
 
     Raises:
         UsageError: the loader of a rank leaves elements of a parameter unwritten.
-        LayoutError: the parts of a tensor are no cuts by the mesh's axes.
+        LayoutError: the parts of a tensor are not splits by the mesh's axes.
 
     Example:
         >>> import torch

@@ -37,34 +37,35 @@ def take_weights(
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
 ) -> TakenWeights:
-    """Prepare to take a trainer's weights; every rank of the engine makes this call, in any order with the trainer.
+    """Connect an engine to a trainer's weights; every rank of the engine calls this, before or after the trainer.
 
-    The engine is a job of its own, with a world of its own or none. `TakenWeights.update` then takes step after step.
-    The first one plans: it composes the trainer's layouts with those of the target, and proves that each element of
+    The engine is a separate job, with its own world or none. Each `TakenWeights.update` then loads a step. The first
+    update makes a plan: it combines the trainer's layouts with those of the target, and proves that each element of
     each tensor is written once.
 
     Args:
         target: the rank's module or state dict, as for `xrank.load_model`, under Hugging Face's names; or, with
             `loader`, the engine's module in its own form.
         address: the directory of the trainer's `xrank.offer_weights`; None with `deltas`.
-        deltas: a folder of versions, or its URL, in the place of a trainer's address: each update takes the newest
-            version, and waits for a newer one than the engine holds. It reads all tensors at first, later those that
-            have changed since.
-        base_model: the folder of the model on which the first version in `deltas` is based; None: one is whole.
-        layouts: the layouts of plain tensors that are cut; other plain tensors are whole.
+        deltas: a folder of versions, or its URL, instead of a trainer's address: each update loads the newest version,
+            and waits until it is newer than the engine's. The first update reads all tensors, later ones only those
+            that have changed.
+        base_model: the folder of the model on which the first version in `deltas` is based; None: one version is a
+            whole model.
+        layouts: the layouts of plain tensors that are sharded; other plain tensors are whole.
         mesh: the mesh of `layouts`, if they have none, or of a Megatron module.
         loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
-            vLLM's ``model.load_weights``. It runs once on tensors without memory, which shows its copies; tensors that
-            it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
-        relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
+            vLLM's ``model.load_weights``. It runs once on tensors without memory, to record its copies; if it changes a
+            tensor on the way, it gets that whole tensor at each update (`UpdateReport.whole`). No layouts are needed.
+        relay: whether other engines may copy this rank's step from its memory, with `TakenWeights.copy_from_engines`.
             Each update then computes digests of the rank's bytes.
         proof: whether each update compares digests of the engine's tensors with those of a trainer that was made with
-            ``offer_weights(..., proof=True)``, and `TakenWeights.check` can find later changes. It takes a pass over
-            the rank's bytes. With `deltas` it is for `TakenWeights.check` alone, as versions have their checksums.
+            ``offer_weights(..., proof=True)``, and `TakenWeights.check` can find later changes. It reads all bytes of
+            the rank once more. With `deltas` it is only for `TakenWeights.check`, as versions have checksums.
         max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
-        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
+        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer with the same `wire`.
             None: the kernel copies on one host, sockets between hosts.
-        group: the ranks of the engine, which take each step all together; None: all of the world.
+        group: the ranks of the engine, which load each step together; None: all ranks of the world.
         timeout_seconds: how long the engine's ranks may take to arrive.
 
     Raises:

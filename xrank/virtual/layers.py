@@ -163,7 +163,7 @@ class MatMulSharding:
             `TensorLayout` or a layout's text: ``("[m/x, k/y]", "[k/x, n/y]", "[m, n]")``.
 
     Raises:
-        LayoutError: the numbers of dims do not fit, or A or B would be a sum of addends.
+        LayoutError: the numbers of dims do not fit, or A or B would be a partial sum.
     """
 
     a: TensorSharding
@@ -193,7 +193,7 @@ class MatMulSharding:
     def policy(self) -> MatMulShardingPolicy:
         """The default policy for these shardings of A and B; the sharding of C does not affect it.
 
-        It depends on the form of the shardings alone. `cheapest` tries all `policies`.
+        It depends only on the form of the shardings. `cheapest` tries all `policies`.
         """
         policies = MatMulShardingPolicy
         a, b = self.a, self.b
@@ -232,8 +232,8 @@ class MatMul(ShardedOperation):
     Full (A X,Y; B X,Y)         2mkn            P(Y-1 + X-1 + XY-1)   P[(Y-1)mk/XY + (X-1)kn/XY + (XY-1)mn/XY]
     ==========================  ==============  ====================  ==============================================
 
-    A C that is cut, or a sum, costs less: rows and columns are cut before the product where that is free, addends are
-    reduce-scattered, and dims that C cuts are not gathered at the end.
+    If C is sharded or a partial sum, this costs less: rows and columns are split before the product where that is free,
+    partial sums are reduce-scattered, and dims that C shards are not gathered at the end.
 
     Args:
         sharding: the shardings of A, B and C.
@@ -387,7 +387,7 @@ class FeedForwardSharding:
             `TensorSharding`, a `TensorLayout` or a layout's text. Hidden is the input and output of relu.
 
     Raises:
-        LayoutError: the numbers of dims do not fit, or a tensor would be a sum of addends.
+        LayoutError: the numbers of dims do not fit, or a tensor would be a partial sum.
     """
 
     x: TensorSharding

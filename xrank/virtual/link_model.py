@@ -241,7 +241,7 @@ class LinkModel:
 
     @classmethod
     def from_samples(cls, samples: Sequence[LinkSample]) -> LinkModel:
-        """Fit a model to measurements; all samples have the same weight, whatever time they took.
+        """Fit a model to measurements; all samples have the same weight, independent of their times.
 
         A latency, bandwidth or flop rate that the samples do not need has no effect in the model.
 

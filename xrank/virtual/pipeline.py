@@ -275,7 +275,7 @@ def _text(work: StageWork) -> str:
 class Pipeline:
     """A mesh whose devices are grouped into the stages of a model.
 
-    If the mesh has any of the axes `pp`, `dp` and `tp`, the stages lie along `pp`, and a stage's devices divide a
+    If the mesh has any of the axes `pp`, `dp` and `tp`, the stages are along `pp`, and a stage's devices divide a
     batch's rows along `dp` and the columns of weights along `tp`; a missing axis counts as length 1. Otherwise every
     device is a stage, in mesh order.
 
@@ -290,7 +290,7 @@ class Pipeline:
         tp: name of the axis that divides columns.
 
     Raises:
-        LayoutError: the mesh has another number of stages, or a further axis.
+        LayoutError: the mesh has a different number of stages, or an additional axis.
         UsageError: the schedule is impossible, or its counts differ.
 
     >>> pipeline = Pipeline(4, num_runs=8, schedule="1f1b")
@@ -603,7 +603,7 @@ class PipelinedOperation(Operation):
         """Return the programs of all devices.
 
         Raises:
-            LayoutError: as in `check`, or the pipeline has another mesh.
+            LayoutError: as in `check`, or the pipeline has a different mesh.
             UsageError: as in `check`.
         """
         if mesh != self.pipeline.mesh:

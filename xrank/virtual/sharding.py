@@ -201,10 +201,10 @@ def _names(names: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DimSharding:
-    """The cut of one dim: by no axis (the dim is full), by one axis, or by several nested axes.
+    """How one dim is split: by no axis (the dim is full), by one axis, or by several nested axes.
 
     Args:
-        axes: the cutting axes, major first; a single name is one axis.
+        axes: the axes that split the dim, major first; a single name is one axis.
         kind: the rule for sizes that do not divide evenly: ``/=`` cuts as `numpy.array_split` (7 over 4 is 2, 2, 2, 1),
             ``/~`` as `torch.chunk`, with empty shards at the end (6 over 4 is 2, 2, 2, 0), ``/`` raises an error.
 
@@ -227,12 +227,12 @@ class DimSharding:
 
     @property
     def full(self) -> bool:
-        """Whether no axis cuts the dim."""
+        """Whether no axis splits the dim."""
         return not self.axes
 
     @property
     def axis(self) -> str | None:
-        """The cutting axis; None without axes or with several."""
+        """The axis that splits the dim; None without axes or with several."""
         return self.axes[0] if len(self.axes) == 1 else None
 
     def num_shards(self, mesh: DeviceMesh) -> int:
@@ -240,7 +240,7 @@ class DimSharding:
         return prod(mesh.axis_length(axis) for axis in self.axes)
 
     def upto(self, count: int) -> DimSharding:
-        """Return the cut by the first `count` axes alone."""
+        """Return the split by only the first `count` axes."""
         return DimSharding(self.axes[:count], self.kind)
 
 

@@ -28,17 +28,17 @@ class NFSWorkspace(MessagingWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
     Construction creates the directory. It removes this rank's files of earlier runs: a state with another run id or
-    none, and unfinished files. It leaves other ranks' files alone. To look at a workspace from outside use
-    `open_checkpoint`, which removes nothing.
+    none, and unfinished files. It does not touch other ranks' files. To read a workspace without being one of its ranks
+    use `open_checkpoint`, which removes nothing.
 
     Args:
         workspace_path: the shared directory; None leaves the workspace uninitialized.
         rank: this rank; by default torch.distributed's if it is initialized, else the launcher's, else 0.
         world_size: number of ranks, found in the same way.
         run_id: distinguishes the states of this run from those of earlier runs. By default ``XRANK_RUN_ID``, else the
-            launcher's id, else one kept in the store of an initialized torch.distributed. Without an id, only the
-            world size, and each rank's own construction, distinguish runs. An empty text asks for no id: then states
-            of ModelOpt's class, which record none, are read in a launcher's job, too.
+            launcher's id, else one kept in the store of an initialized torch.distributed. Without an id, only the world
+            size, and each rank's own construction, distinguish runs. An empty text means no id: then states of
+            ModelOpt's class, which record none, are also read in a launcher's job.
 
     Raises:
         UsageError: the rank is outside the world, or the path is not a directory.
@@ -123,13 +123,13 @@ class NFSWorkspace(MessagingWorkspace):
     def read_configs_and_weights_from_rank(
         self, target_rank: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
-        """Return what that rank wrote last in this run, or ``(None, None)``; see `Workspace`.
+        """Return that rank's last state of this run, or ``(None, None)``; see `Workspace`.
 
         A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``.
 
         Raises:
-            ContradictionError: besides `Workspace`'s case, ModelOpt's class wrote the state, which records no run, and
-                this run has an id. Pass ``run_id=""`` at construction to read it.
+            ContradictionError: as `Workspace`; also if ModelOpt's class wrote the state, which records no run, and this
+                run has an id. Pass ``run_id=""`` at construction to read it.
         """
         path, rank = self._place(), check_rank(target_rank)
         file = os.path.join(path, state_file_name(rank))

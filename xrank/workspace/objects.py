@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class ObjectWorkspace(IdentifiedWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth`` of a bucket, as `NFSWorkspace` in a directory.
 
-    It is a `Workspace`. Construction removes this rank's objects of earlier runs: a state with
-    another run id or none, and uploads that were not completed. It leaves other ranks' objects alone. ``xrank gather
-    --workspace URL`` reads the states. Credentials and the endpoint come from the environment (docs/stores.md).
+    It is a `Workspace`. Construction removes this rank's objects of earlier runs: a state with another run id or none,
+    and uploads that were not completed. It does not touch other ranks' objects. ``xrank gather --workspace URL`` reads
+    the states. Credentials and the endpoint come from the environment (docs/stores.md).
 
     Args:
         workspace_path: ``s3://bucket/prefix``; None leaves the workspace uninitialized.
@@ -77,8 +77,8 @@ class ObjectWorkspace(IdentifiedWorkspace):
     ) -> None:
         """Write this rank's state, completely or not at all; see `Workspace`.
 
-        Tensors are copied as by `NFSWorkspace`, and 20 MiB for the parts on their way. A kill may leave an upload that
-        no reader sees; the next construction for this rank removes it, and so does ``xrank clean``.
+        Tensors are copied as by `NFSWorkspace`, and 20 MiB are used for parts in transit. A kill may leave an upload
+        that no reader sees; the next construction for this rank removes it, and so does ``xrank clean``.
         """
         url = self._place()
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
@@ -90,7 +90,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
     def read_configs_and_weights_from_rank(
         self, target_rank: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
-        """Return what that rank wrote last in this run, or ``(None, None)``; see `Workspace`.
+        """Return that rank's last state of this run, or ``(None, None)``; see `Workspace`.
 
         A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``.
         """

@@ -40,8 +40,8 @@ class SharedMemoryWorkspace(MessagingWorkspace):
     """Keeps each rank's state in memory, for ranks of one host; a `Workspace` and a `MessageWorkspace`.
 
     A state lasts until its rank writes again, calls `close`, constructs its workspace for another run, or ends in any
-    way. Construction removes this rank's states of earlier runs in the same store, and leaves other ranks' alone. A
-    rank on another host, or in another pid namespace, cannot be read: the error names both hosts.
+    way. Construction removes this rank's states of earlier runs in the same store, and does not touch other ranks'
+    states. A rank on another host, or in another pid namespace, cannot be read: the error names both hosts.
 
     Args:
         group: the process group whose store records the states' places; by default the world. Rank numbers are always
@@ -123,7 +123,7 @@ class SharedMemoryWorkspace(MessagingWorkspace):
     def read_configs_and_weights_from_rank(
         self, target_rank: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
-        """Return what that rank wrote last in this run, or ``(None, None)``; see `Workspace`.
+        """Return that rank's last state of this run, or ``(None, None)``; see `Workspace`.
 
         A state whose process has ended, of another run id, or of another world size gives ``(None, None)``.
 
