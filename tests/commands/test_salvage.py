@@ -78,7 +78,7 @@ def test_a_base_model_fills_in_what_is_missing(tmp_path: Path, torn: Path, base:
 
 def test_what_is_not_filled_in_is_refused(tmp_path: Path, torn: Path, base: Path) -> None:
     (torn / "rank_3_state.pth").unlink()  # with it the replicas of half of the tensors
-    with pytest.raises(IncompleteError, match=r"not whole: embed.weight, down.weight") as caught:
+    with pytest.raises(IncompleteError, match=r"damaged or missing: embed.weight, down.weight") as caught:
         xrank.gather_checkpoint(torn, tmp_path / "out", base_model=base, fill_from_base="up.*")
     assert "salvage" in str(caught.value.next_step)
     with pytest.raises(UsageError, match=r"fill_from_base=? matches no tensor that is missing"):
@@ -93,7 +93,7 @@ def test_what_is_not_filled_in_is_refused(tmp_path: Path, torn: Path, base: Path
 
 def test_chosen_tensors_need_no_others(tmp_path: Path, torn: Path) -> None:
     ended = run("gather", torn, "-o", tmp_path / "out", "--exclude", "up.*")
-    assert ended.exit_code == 0 and "no tensor that is written needs it" in ended.stderr + ended.stdout
+    assert ended.exit_code == 0 and "no written tensor needs it" in ended.stderr + ended.stdout
     refusal(run("gather", torn, "-o", tmp_path / "no", "--include", "up.*", "--json"), "IncompleteError", rank=1)
 
 
