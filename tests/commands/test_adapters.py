@@ -629,7 +629,7 @@ class TestAlone:
         source, model = self.save(bench, {**saved_names(pairs), P + "model.norm.weight": norm}, base)
         report = gather_checkpoint(source, bench.out, base_model=model, **MERGE)
         assert_holds(bench.out, {**merged(base, pairs), "model.norm.weight": norm})
-        assert "model.norm.weight: taken from" in notes_of(report)["adapter-trained"]
+        assert "model.norm.weight: copied from" in notes_of(report)["adapter-trained"]
 
     @pytest.mark.parametrize("saved", [None, ["lm_head"]])
     def test_a_head_that_is_tied_to_what_the_trainer_left_out(self, bench: Bench, saved: list[str] | None) -> None:

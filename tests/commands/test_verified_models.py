@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: (out / "config.json").write_text("{}"),
         "CorruptError",
         "config.json",
-        ["config.json: its bytes are not those"],
+        ["config.json: its bytes differ from those"],
     ),
     "another index": (
         lambda out: reformat(out / "model.safetensors.index.json"),
@@ -302,7 +302,7 @@ def test_different_names_and_kinds(
     change(model)
     save_file(model, other / "model.safetensors")
     refusal(verify(bench.out, "--against", other), "ContradictionError", says=[said, "which of the two is right"])
-    assert model_in(bench.out).keys() != model.keys() or said.endswith("kind")
+    assert model_in(bench.out).keys() != model.keys() or said.endswith("shape")
 
 
 def test_a_workspace_that_disagrees_with_itself(bench: Bench, pair: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -79,7 +79,7 @@ def test_a_step_that_is_past_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="step 2 is past"):
             taken.update(2, timeout_seconds=5)
         assert taken.update(3, timeout_seconds=5).step == 3
-        with pytest.raises(RankTimeoutError, match="a new step did not come"):
+        with pytest.raises(RankTimeoutError, match="a new step did not arrive"):
             taken.update(timeout_seconds=0.1)
         assert taken.step == 3  # nothing was written
 

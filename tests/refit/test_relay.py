@@ -31,7 +31,7 @@ def test_a_new_engine_takes_the_step_and_then_follows_the_trainer(tmp_path: Path
         assert (report.step, report.moved_nbytes, new.step) == (3, 256, 3) and second["weight"].eq(3).all()
         with pytest.raises(RankTimeoutError, match="a new step did not arrive"):
             new.update(timeout_seconds=0.1)  # the trainer still shows step 3, which it holds
-        with pytest.raises(RankTimeoutError, match="a newer step of a different engine did not come"):
+        with pytest.raises(RankTimeoutError, match="a newer step of a different engine did not arrive"):
             new.copy_from_engines(timeout_seconds=0.1)
         held["weight"].fill_(4)
         offer.publish(4)

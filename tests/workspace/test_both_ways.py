@@ -84,7 +84,7 @@ def test_stages_of_one_length_need_no_care_and_uneven_ones_are_an_error_on_all_s
         with pytest.raises((ValueError, RankFailedError)) as raised:
             gather_stage(3 if rank == longer else 2)
         said = f"{raised.value} {raised.value.got} {getattr(raised.value, 'want', '')}"
-        assert "another gather" in said and "ln_f" in said and "layer 2" in said
+        assert "a different gather" in said and "ln_f" in said and "layer 2" in said
     gather_stage(1)
 
 
