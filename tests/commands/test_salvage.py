@@ -81,7 +81,7 @@ def test_what_is_not_filled_in_is_refused(tmp_path: Path, torn: Path, base: Path
     with pytest.raises(IncompleteError, match=r"damaged or missing: embed.weight, down.weight") as caught:
         xrank.gather_checkpoint(torn, tmp_path / "out", base_model=base, fill_from_base="up.*")
     assert "salvage" in str(caught.value.next_step)
-    with pytest.raises(UsageError, match=r"fill_from_base=? matches no tensor that is missing"):
+    with pytest.raises(UsageError, match=r"fill_from_base=? matches no missing tensor"):
         xrank.gather_checkpoint(torn, tmp_path / "out", base_model=base, fill_from_base="norm.*")
     report = xrank.gather_checkpoint(torn, tmp_path / "out", base_model=base, fill_from_base="up.*", salvage=True)
     assert report.output is not None and [one["name"] for one in report.output.missing] == [
@@ -117,7 +117,7 @@ def test_inspect_draws_what_is_lost(tmp_path: Path) -> None:
     (source / "__2_0.distcp").write_bytes((source / "__2_0.distcp").read_bytes()[:3000])
     text = run("inspect", source, "--html", tmp_path / "page.html").stdout
     lost = "rank 1 in __1_0.distcp; rank 2 in __2_0.distcp"
-    assert text.count("\nproblem ") == 2 and f"2.weight, rows 2-5: no rank left these elements; {lost}" in text
+    assert text.count("\nproblem ") == 2 and f"2.weight, rows 2-5: no rank wrote these elements; {lost}" in text
     assert f"2 whole tensors, and a list of the others: xrank gather {source} -o OUT --salvage" in text
     page = (tmp_path / "page.html").read_text()
     assert page.count('class="box lost"') >= 2 and "lost: the part of ranks 1-2" in page
