@@ -24,7 +24,7 @@ import transformers
 from tests.oracle.trainers.families import FAMILIES, load_model, write_base_model
 from tests.oracle.trainers.frameworks import gather_state
 from tests.oracle.trainers.own_models import gather_torchtitan, let_torchtitan_run_on_cpu, train_torchtitan
-from tests.oracle.trainers.train import _allow_fsdp_on_cpu, write_reference
+from tests.oracle.trainers.train import allow_fsdp_on_cpu, write_reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 FAMILY = FAMILIES["llama"]
@@ -105,7 +105,7 @@ def main(root: str, *cases: str) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    _allow_fsdp_on_cpu()
+    allow_fsdp_on_cpu()
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     base, snippets = Path(root, "base"), read_snippets()

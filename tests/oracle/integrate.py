@@ -24,7 +24,7 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tests.oracle.trainers.train import _allow_fsdp_on_cpu, write_reference
+from tests.oracle.trainers.train import allow_fsdp_on_cpu, write_reference
 from xrank.integrations.accelerate import export_at_save
 from xrank.integrations.transformers import XrankCallback
 
@@ -125,7 +125,7 @@ def main(root: str, *cases: str) -> None:
     # Else DeepSpeed compiles an operator, for a minute.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     assert deepspeed.comm.torch
-    _allow_fsdp_on_cpu()
+    allow_fsdp_on_cpu()
     for case in cases:
         framework, engine = case.split("-")
         run = run_trainer if framework == "trainer" else run_accelerate
