@@ -89,8 +89,10 @@ def test_inspect_and_verify_take_what_a_gather_takes(bench: Bench, model: dict[s
     leave_tied(bench, model)
     base = base_of(bench, model)
     given = layout_file(bench) if option == "--layout" else base
-    (problem,) = json.loads(run("inspect", bench.workspace, "--json").stdout)["problems"]
-    assert (problem["type"], problem["exit_code"]) == ("LayoutError", 2) and option in problem["try"]
+    problems = json.loads(run("inspect", bench.workspace, "--json").stdout)["problems"]
+    assert {problem["tensor"] for problem in problems} == {*model, HEAD}
+    for problem in problems:
+        assert (problem["type"], problem["exit_code"]) == ("LayoutError", 2) and option in problem["try"]
     report = json.loads(run("inspect", bench.workspace, option, given, "--json").stdout)
     assert (report["problems"], report["source"]["num_tensors"]) == ([], 3)
     refusal(run("verify", bench.workspace, "--json"), "LayoutError", says=[option])
