@@ -46,7 +46,7 @@ def test_words_and_sizes(step: Path) -> None:
 
 
 def test_where_the_config_is(step: Path, bench: Bench) -> None:
-    assert rows(step)["config"] == "none; gather with --base-model, or put a config.json beside it"
+    assert rows(step)["config"] == "none; gather with --base-model, or put a config.json into its folder"
     (step / "config.json").write_text(json.dumps(CONFIG))
     assert rows(step)["config"] == str(step / "config.json")
     leave(bench.workspace)

@@ -33,6 +33,7 @@ NOTHING = "the user looks, and changes nothing"
 PART = "a text within another one"
 
 FOLLOWED: Mapping[str, str] = {
+    r"step {}": PART,
     # files
     r"(copy|bring|fetch) .*": COPIED,
     r"rank {}'s, again from where it was saved|nodes without a shared disk keep their own( files)?": COPIED,
@@ -76,6 +77,10 @@ FOLLOWED: Mapping[str, str] = {
     r"if the trained model has no values there, give a base model in which these are empty, too, with {base_model}": (
         "readers/test_weight_folders.py::test_placeholders_of_zero_3"
     ),
+    # training states
+    r"continue it (in the framework that saved it|on as many ranks)|xrank gather takes the model alone": NOTHING,
+    r"give a checkpoint of one optimizer": ANOTHER,
+    r"safetensors opens the files here": NOTHING,
     # options
     r"choose one(: {}| of them with {part}|: {part})": "readers/test_next_steps.py::test_a_part_that_is_advised",
     r"choose one with {format}": "readers/test_next_steps.py::test_a_format_that_is_advised",

@@ -38,9 +38,11 @@ def _list_schemes() -> list[str]:
     metavar="DIR",
     envvar="XRANK_WORKSPACE",
     show_envvar=True,
-    help="Source that must be a workspace, in place of SRC.",
+    help="Workspace to read, instead of SRC.",
 )
-@click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help="Output folder; it appears by one rename.")
+@click.option(
+    "-o", "--out", required=True, type=PATH, metavar="DIR", help="Output folder; it appears when it is complete."
+)
 @options.base_model("config, tokenizer, names and shapes.")
 @options.layout("a source")
 @options.recipe("Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]", "none")
@@ -49,12 +51,14 @@ def _list_schemes() -> list[str]:
 @options.world_size("SRC")
 @options.dtype("keep", "base", "bf16", "fp16", "fp32", default="keep")
 @options.dequantize
-@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast keeps in fp32.")
-@click.option("--include", multiple=True, metavar="REGEX", help="Write only output names that match.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out output names that match.")
-@click.option("--salvage", is_flag=True, help="Write the whole tensors of a damaged SRC, and a list of the others.")
-@click.option("--fill-from-base", multiple=True, metavar="REGEX", help="Missing names that --base-model fills in.")
-@click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
+@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names of tensors that a cast leaves in fp32.")
+@click.option("--include", multiple=True, metavar="REGEX", help="Write only tensors with an output name that matches.")
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out tensors with an output name that matches.")
+@click.option("--salvage", is_flag=True, help="Write the undamaged tensors of SRC, and a list of the others.")
+@click.option("--fill-from-base", multiple=True, metavar="REGEX", help="Missing tensors to copy from --base-model.")
+@click.option(
+    "--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Maximum bytes of tensors in one file."
+)
 @options.max_memory
 @options.workers
 @click.option(
@@ -79,10 +83,12 @@ def _list_schemes() -> list[str]:
     help="Write matrices quantized: FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A16, W4A16, NVFP4A16, MXFP4A16, MXFP8 or "
     "DEEPSEEK_FP8.",
 )
-@click.option("--quantize-ignore", multiple=True, metavar="REGEX", help="Modules that stay as they are.")
+@click.option("--quantize-ignore", multiple=True, metavar="REGEX", help="Modules that are not quantized.")
 @click.option("--quantization-error", is_flag=True, help="With --quantize: measure errors, by kind of module.")
-@click.option("--dialect", metavar="modelopt", help="ModelOpt's form, for --quantize FP8 or NVFP4.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")
+@click.option("--dialect", metavar="modelopt", help="Format of ModelOpt, for --quantize FP8 or NVFP4.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace an existing model; readers see the old or the new one, never a mixture."
+)
 @click.option(
     "--resume/--no-resume", default=True, show_default=True, help="Reuse the finished parts of an interrupted run."
 )
@@ -94,12 +100,16 @@ def _list_schemes() -> list[str]:
 )
 @click.option("--attest", is_flag=True, help="With --sign: add a signed statement about source, ranks, step and casts.")
 @click.option(
-    "--strict-pickles", is_flag=True, help="Refuse pickles that name code of no known framework, also in unread parts."
+    "--strict-pickles",
+    is_flag=True,
+    help="Refuse pickles that name code of unknown packages, also in parts that are not read.",
 )
 @click.option(
     "--push-to-hub", metavar="ORG/NAME", help="Upload the folder to the Hub in one commit, with a model card."
 )
-@click.option("--report", "page", type=PATH, metavar="FILE", help="Write a page with source, proof, notes and rates.")
+@click.option(
+    "--report", "page", type=PATH, metavar="FILE", help="Write an HTML page with source, proof, notes and rates."
+)
 @options.allow_http
 @options.dry_run
 @sharing
@@ -126,14 +136,14 @@ def gather_command(
             "SRC and --workspace were both given",
             got=f"{source} and {workspace}",
             want="one of the two",
-            next_step="leave one of them out",
+            next_step="omit one of them",
         )
     path = source if source is not None else workspace
     if path is None:
         raise UsageError(
             "no source was given",
             want="SRC, --workspace DIR or XRANK_WORKSPACE",
-            next_step="name the folder that the ranks wrote to",
+            next_step="give the folder that the ranks wrote to",
         )
     arguments["layouts"] = arguments.pop("layout")
     convert = partial(gather_checkpoint, path, arguments.pop("out"), workspace=source is None, **arguments)
@@ -206,7 +216,7 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
 
 
 def _quantized_rows(quantized: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    kept = f"; {len(quantized['ignored'])} stay as they are" if quantized["ignored"] else ""
+    kept = f"; {len(quantized['ignored'])} are not quantized" if quantized["ignored"] else ""
     yield "quantized", f"{plural(quantized['num_tensors'], 'tensor')} by {quantized['scheme']}{kept}"
     for kind, error in quantized.get("errors", {}).items():
         yield (
@@ -242,7 +252,7 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
 
 @click.command(
     cls=Command,
-    short_help="Write a checkpoint in another layout, or for another framework to resume.",
+    short_help="Write a checkpoint in a different layout, or for a different framework.",
     examples=[
         "reshard demo/workspace --layout new.toml -o resharded",
         "reshard checkpoint-2000 --to deepspeed-universal -o resumed",
@@ -257,12 +267,12 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
     metavar="FORM",
     help="dcp, torchtitan, accelerate or deepspeed-universal: model and optimizer, to resume; or workspace.",
 )
-@click.option("--layout", "layouts", type=PATH, metavar="FILE", help="File of the new layout; a workspace needs it.")
 @click.option(
-    "--dp", type=int, metavar="N", help="Cut the first dim of each tensor into N parts, in files of their own."
+    "--layout", "layouts", type=PATH, metavar="FILE", help="File of the new layout; required for a workspace."
 )
-@click.option("--tp", type=int, metavar="N", help="Cut the second dim, likewise.")
-@click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help="Output; it appears by one rename.")
+@click.option("--dp", type=int, metavar="N", help="Split the first dim of each tensor into N parts, in separate files.")
+@click.option("--tp", type=int, metavar="N", help="Split the second dim in the same way.")
+@click.option("-o", "--out", required=True, type=PATH, metavar="DIR", help="Output; it appears when it is complete.")
 @click.option("--tag", metavar="NAME", help="Folder of DeepSpeed's files.  [default: global_step<N>]")
 @click.option("--optimizer", type=click.Choice(["Adam", "AdamW"]), help="Optimizer of SRC, if it does not record it.")
 @options.recipe("Recipe that renames and splits tensors, in either direction.  [default: the names stay]")
@@ -273,7 +283,9 @@ def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
 @options.dequantize
 @options.max_memory
 @options.workers
-@click.option("--overwrite", is_flag=True, help="Replace an output of xrank; old or new is visible, never a mixture.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace an output of xrank; readers see the old or the new one, never a mixture."
+)
 @options.allow_http
 @options.dry_run
 @sharing

@@ -37,8 +37,10 @@ _MAX_FACTS = 4
 @options.allow_http
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
-@click.option("--deep", is_flag=True, help="Read all tensors: checksums and replicas show damage inside of them.")
-@click.option("--html", type=PATH, metavar="FILE", help="Write a page with faults, and each tensor's parts on ranks.")
+@click.option("--deep", is_flag=True, help="Read all tensors, and compare checksums and replicas.")
+@click.option(
+    "--html", type=PATH, metavar="FILE", help="Write an HTML page with faults, and the parts of each tensor by rank."
+)
 @reporting
 def inspect_command(
     output: Output,
@@ -74,8 +76,8 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
         finished, begun = stage["finished_nbytes"], stage["begun_nbytes"]
         next_step = {
             "alive": "its gather is still running",
-            "gone": "the same gather goes on from here",
-            "unknown": "if its gather is no longer running there, the same gather goes on from here",
+            "gone": "the same gather resumes from it",
+            "unknown": "if its gather is no longer running there, the same gather resumes from it",
         }[stage["owner"]]
         size = f"{size_text(finished)} of {size_text(begun)} begun"
         rows.append(("finished", f"{plural(len(stage['files']), 'file')}, {size}"))
@@ -91,7 +93,7 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
         config = details["config_path"]
         if config is None and "adapter_config.json" in details["companions"]:
             config = "the adapter's own, adapter_config.json"
-        absent = "none; gather with --base-model, or put a config.json beside it"
+        absent = "none; gather with --base-model, or put a config.json into its folder"
         rows.append(("config", str(config or ("in the states" if source["has_config"] else absent))))
         if details["quantization"]:
             rows.append(("quantized", _quantization_text(details["quantization"])))

@@ -83,9 +83,9 @@ def find_push(out: str, push_to_hub: str | None) -> Push | None:
         return Push(repository, os.path.join(home, "xrank", repository.replace("/", "--")), is_stage=True)
     if is_url(out):
         raise UsageError(
-            f"{out}: a model in a store is not uploaded to the Hub",
+            f"{out}: a model in a store cannot be uploaded to the Hub",
             file=out,
-            next_step=f"give {option('out')} a folder, or leave {option('push_to_hub')} out",
+            next_step=f"give {option('out')} a folder, or omit {option('push_to_hub')}",
         )
     return Push(repository_name(push_to_hub), out, is_stage=False)
 

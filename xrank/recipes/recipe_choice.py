@@ -237,7 +237,7 @@ def rewrite_model(
     shards = {shard.name: shard for shard in source.shards}
     made: dict[str, tuple[tuple[int, ...], list[tuple[StoredShard, Nest]]]] = {}
     dropped: dict[str, int] = {}
-    notes = [("recipe", f"tensors are named and taken apart by the recipe {matched.recipe.name}")]
+    notes = [("recipe", f"tensors are renamed and split by the recipe {matched.recipe.name}")]
     for place, names in matched.used.items():
         rule = matched.recipe.rules[place[0]]
         added = rule.add * (-1 if matched.is_reversed else 1)
