@@ -76,7 +76,7 @@ def test_a_damaged_four_bit_tensor_is_seen(tmp_path: Path) -> None:
     content[at + 3] ^= 1
     file.write_bytes(content)
     report = xrank.verify_model(tmp_path / "model")
-    assert report.exit_code == 4 and str(report.fault).startswith("up.weight: its bytes are not those")
+    assert report.exit_code == 4 and str(report.fault).startswith("up.weight: its bytes differ from those")
 
 
 def test_six_bit_values_are_refused_by_name(tmp_path: Path) -> None:

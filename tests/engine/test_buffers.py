@@ -158,7 +158,7 @@ def test_a_file_that_changed_since_its_metadata_was_read(source, one_file, chang
 
 def test_a_file_that_has_gone(source, one_file):
     one_file.unlink()
-    with pytest.raises(IncompleteError, match="is gone"):
+    with pytest.raises(IncompleteError, match="has disappeared"):
         read(source, 0, 0, 1)
     with pytest.raises(ContradictionError):
         source.check_unchanged()

@@ -362,7 +362,7 @@ def test_an_expert_without_experts_in_the_mesh():
         (DeviceMesh((2, 2), ("dp", "edp")), 0, "both 'dp' and 'edp'"),
         (DeviceMesh((2,), ("dp",)), 2, "rank 2 is not in the mesh"),
         (MeshViews(DeviceMesh((2,), ("dp",)), (("expert", DeviceMesh((2,), ("ep_",))),)), 2, "rank 2"),
-        ((2, 2), 0, "the mesh is a tuple, and not a DeviceMesh"),
+        ((2, 2), 0, "the mesh is a tuple, not a DeviceMesh"),
     ],
 )
 def test_meshes_that_mean_nothing(mesh, rank, message):

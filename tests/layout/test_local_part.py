@@ -187,7 +187,7 @@ def test_coordinates_must_fit():
     for place in (-1, 2):
         with pytest.raises(LayoutError, match="no place"):
             local_part(layout, mesh, {"tp": place}, (4,))
-    with pytest.raises(LayoutError, match="another mesh"):
+    with pytest.raises(LayoutError, match="a different mesh"):
         local_part(layout.with_mesh(DeviceMesh.parse_grid("tp=4")), mesh, {"tp": 1}, (4,))
 
 

@@ -128,7 +128,7 @@ def test_who_comes_after_the_end_hears_why(joined):
     store = LocalStore()
     attend(store, [0, 1, 2], [0, 1], when(lambda: 1 in joined))
     late = attend(store, [0, 1, 2], [2])[2]
-    assert isinstance(late, RankFailedError) and late.rank == 0 and "rank 2 did not come" in str(late)
+    assert isinstance(late, RankFailedError) and late.rank == 0 and "rank 2 did not arrive" in str(late)
 
 
 def test_one_rank_of_another_host_ends_the_meeting_for_all_and_they_meet_through_the_store(monkeypatch, joined):

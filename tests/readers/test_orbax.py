@@ -345,7 +345,7 @@ def test_a_damaged_chunk_is_found_while_it_is_decoded(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(int(model.records.offset[record]))
         file.write(b"\0\0\0\0")
-    with pytest.raises(CorruptError, match=r"net\.layers\.mlp\.wo\.kernel, .*holds no sound chunk") as caught:
+    with pytest.raises(CorruptError, match=r"net\.layers\.mlp\.wo\.kernel, .*has a damaged chunk") as caught:
         gathered(tree)
     assert (caught.value.tensor, caught.value.file) == (model.shards[1].name, path)
 

@@ -136,7 +136,7 @@ def test_the_file_of_a_single_rank_is_no_proof(tmp_path: Path) -> None:
         gathered(folder)
     assert "base_model=" in str(caught.value.next_step)
     assert gathered(folder, base_model=tmp_path / "whole") == {"w": whole(torch.arange(6.0).reshape(3, 2))}
-    with pytest.raises(XrankError, match="w has another shape"):
+    with pytest.raises(XrankError, match="w does not have its shape"):
         gathered(folder, base_model=tmp_path / "larger")
 
 

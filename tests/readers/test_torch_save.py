@@ -320,10 +320,8 @@ def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "run" / "actor" / "model.safetensors")
     found, report = gathered(tmp_path / "run")
     assert same(found, MODEL)
-    text = (
-        f"torch-save files in {tmp_path}/run/state.pt lie beside the safetensors files that are read, and hold other "
-    )
-    assert ("also-here", f"{text}tensors: 1 tensor (F32)") in report.notes
+    text = f"torch-save files in {tmp_path}/run/state.pt are next to the safetensors files that are read, and hold "
+    assert ("also-here", f"{text}other tensors: 1 tensor (F32)") in report.notes
     # A model of that folder that differs from the source below it must be chosen from.
     save(tmp_path / "run" / "state.pt", {name: tensor + 1 for name, tensor in MODEL.items()})
     with pytest.raises(UsageError, match="hold different models") as caught:

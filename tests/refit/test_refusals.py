@@ -50,7 +50,7 @@ def both(folder: Path, held: Any, target: Any, **options: Any) -> Iterator[tuple
 
 
 def test_a_second_trainer_at_an_address_is_refused(tmp_path: Path) -> None:
-    with xrank.offer_weights(weight(), tmp_path, snapshot=True), pytest.raises(UsageError, match="another trainer"):
+    with xrank.offer_weights(weight(), tmp_path, snapshot=True), pytest.raises(UsageError, match="a different trainer"):
         xrank.offer_weights(weight(), tmp_path)
     xrank.offer_weights(weight(), tmp_path).close()  # the first one has closed
 

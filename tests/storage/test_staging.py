@@ -219,7 +219,7 @@ class TestResume:
         interrupted(out, "old", 2)
         with open_stage(out, plan_digest="plan of new") as stage:
             assert stage.finished == {}
-            assert "another plan" in stage.notes[0]
+            assert "a different plan" in stage.notes[0]
         assert gather(out) == []
         assert seen(out) == "new"
 

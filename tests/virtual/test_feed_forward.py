@@ -227,9 +227,9 @@ def test_policies_follow_from_the_shardings():
 @pytest.mark.parametrize(
     ("place", "text", "match"),
     [
-        (0, "[b, s, m] sum(x)", "x cannot be a sum of addends"),
-        (3, "[b, s, h] sum(y)", "hidden cannot be a sum of addends"),
-        (6, "[b, s, m] sum(y)", "out cannot be a sum of addends"),
+        (0, "[b, s, m] sum(x)", "x cannot be a partial sum"),
+        (3, "[b, s, h] sum(y)", "hidden cannot be a partial sum"),
+        (6, "[b, s, m] sum(y)", "out cannot be a partial sum"),
         (1, "[m]", "the sharding of w1 does not match a feed-forward"),
         (3, "[b, h]", "the sharding of hidden does not match a feed-forward"),
         (0, "[m]", "the sharding of x does not match a feed-forward"),

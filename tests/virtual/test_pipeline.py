@@ -99,7 +99,7 @@ def test_cycle_properties_need_the_block():
         assert stage.idle
         with pytest.raises(ValueError, match="idle in cycle 0 and has no run"):
             stage.current_run  # noqa: B018
-        with pytest.raises(RuntimeError, match="in cycle 0 already"):
+        with pytest.raises(RuntimeError, match="already in cycle 0"):
             stage.__enter__()
 
 

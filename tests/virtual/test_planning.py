@@ -188,10 +188,10 @@ class WrongPackets(Made):
 @pytest.mark.parametrize(
     ("packets", "message"),
     [
-        ({}, "the packet 'x' for device 0 is not what"),
-        ({"x": np.ones(4, np.float32), "y": np.ones(4)}, "the packet 'y' for device 0 is not what"),
-        ({"x": np.ones(4)}, "the packet 'x' for device 0 is not what"),
-        ({"x": np.ones(5, np.float32)}, "the packet 'x' for device 0 is not what"),
+        ({}, "the packet 'x' for device 0 is not the packet"),
+        ({"x": np.ones(4, np.float32), "y": np.ones(4)}, "the packet 'y' for device 0 is not the packet"),
+        ({"x": np.ones(4)}, "the packet 'x' for device 0 is not the packet"),
+        ({"x": np.ones(5, np.float32)}, "the packet 'x' for device 0 is not the packet"),
     ],
 )
 def test_packets_that_no_program_receives_are_refused_before_anything_runs(packets, message):

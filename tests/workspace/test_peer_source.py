@@ -389,7 +389,7 @@ def test_a_service_that_only_pretends_is_refused():
     a, b = socket.socketpair()
     with b:
         b.sendall(bytes(32) + bytes(32))  # a challenge, and a proof of nothing
-        with pytest.raises(PeerGoneError, match="another process"):
+        with pytest.raises(PeerGoneError, match="a different process"):
             PeerConnection(a, b"token" * 6, lambda seconds: None)
 
 

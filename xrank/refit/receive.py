@@ -668,7 +668,7 @@ class TakenWeights:
             ...     weights.check()
             ... except xrank.errors.ContradictionError as error:
             ...     print(error)
-            weight: engine rank 0 does not hold what it took in rows 3-3
+            weight: engine rank 0 has different values than after its last update in rows 3-3
             >>> weights.close(); offer.close()
         """
         if self._proof is None or self.step is None or self._is_closed:
