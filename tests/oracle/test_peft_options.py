@@ -34,7 +34,7 @@ TOKENS = torch.arange(24).reshape(2, 12)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 REFUSED = {
     # PEFT's merge is not W + scale * B @ A of these: rows are replaced, the norms of rows are set, biases are added.
-    "is not merged": {"use_dora", "trainable_token_indices", "lora_bias"},
+    "cannot be merged": {"use_dora", "trainable_token_indices", "lora_bias"},
     # One of two tied tensors changes. PEFT's merge_and_unload changes both, or unties what save_pretrained ties.
     "is tied to": {"tied"},
 }
