@@ -86,7 +86,7 @@ def test_gathers_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_refuses_two_repositories(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not uploaded to the Hub"):
+    with pytest.raises(UsageError, match="cannot be uploaded to the Hub"):
         gather_checkpoint(tmp_path, "hf://org/name", push_to_hub="org/other")
     with pytest.raises(UsageError, match="not a repository"):
         gather_checkpoint(tmp_path, "hf://org/name@main")
