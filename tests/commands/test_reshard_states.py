@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import xrank
 from tests.cli.bench import run
 from tests.commands.forked_ranks import forked_ranks
+from tests.readers import test_dcp_states
 from tests.storage.gathered import EXTRA
 from tests.storage.kill_points import kill_points
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError, XrankError
@@ -28,22 +29,12 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.recipes import state_targets
 
 
-class Net(nn.Module):
-    """A frozen layer, one that is never used, a tied pair and a buffer."""
+class Net(test_dcp_states.Net):
+    """A frozen layer, one that is never used, a tied pair, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.up = nn.Linear(3, 4)
-        self.down = nn.Linear(4, 3)
-        self.unused = nn.Linear(3, 2)
-        self.frozen = nn.Linear(3, 3).requires_grad_(False)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
         self.register_buffer("table", torch.arange(3.0))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.frozen(self.down(self.up(self.embed(tokens)))))
 
 
 def train(seed: int = 0, kind: Any = torch.optim.AdamW, dtype: Any = torch.float32, **options: Any) -> tuple[Any, ...]:

@@ -35,8 +35,7 @@ from xrank.formats.deltas import (
     version_name,
     version_of,
 )
-from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest, canonical
+from xrank.layout.nest_table import int_array
 from xrank.layout.output_files import OutputTensor, Selection
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
@@ -254,7 +253,8 @@ def _plan_folder(new: NewVersion, bodies: Sequence[Sequence[DeltaBody]]) -> tupl
     shards, tensors, checksums = [], [], {}
     for record, (number, one, position, _) in enumerate(rows):
         tensors.append(OutputTensor(outputs[number].name, "U8", (one.nbytes,)))
-        shards.append(make_whole_shard(tensors[-1], ranks[position], record))
+        one_tensor = tensors[-1]
+        shards.append(StoredShard.from_record(one_tensor.name, "U8", one_tensor.shape, record, ranks[position]))
         checksums[outputs[number].name] = one.checksum
     files = int_array(position for _, _, position, _ in rows)
     sizes = int_array(one.nbytes for _, one, _, _ in rows)
@@ -275,10 +275,3 @@ def _plan_folder(new: NewVersion, bodies: Sequence[Sequence[DeltaBody]]) -> tupl
     plan = make_plan(model, laid_out)
     planned = FolderPlan(decision, plan, selection, None, tuple(new.notes), {}, index=facts.to_metadata())
     return planned, [ranks[position] for _, _, position, _ in rows], [view for _, _, _, view in rows]
-
-
-def make_whole_shard(tensor: OutputTensor, rank: int, record: int) -> StoredShard:
-    """Return a tensor that is all of one record of a rank."""
-    nests = [canonical(Nest(0, 0, ((tensor.num_elements, 1, 1),)))] if tensor.num_elements else []
-    ranks, records = (int_array([one] * len(nests)) for one in (rank, record))
-    return StoredShard(tensor.name, tensor.dtype, tensor.shape, ranks, records, NestTable.from_nests(nests))

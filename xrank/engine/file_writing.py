@@ -26,8 +26,7 @@ from xrank.engine.sources import open_source
 from xrank.engine.windows import FinishedFile, digest_text, make_finished_file
 from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.formats.deltas import state_digest
-from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest, canonical
+from xrank.layout.nest_table import int_array
 from xrank.layout.output_files import OutputFile, OutputTensor, PlacedBytes
 from xrank.layout.stored_model import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.team import Team
@@ -87,9 +86,7 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
     tensors, shards = [], []
     for record, (_, offset, nbytes, _) in enumerate(rows):
         tensors.append(OutputTensor(str(record), "U8", (nbytes,), offset))
-        nests = [canonical(Nest(0, 0, ((nbytes, 1, 1),)))] if nbytes else []
-        rank, of_record = int_array([0] * len(nests)), int_array([record] * len(nests))
-        shards.append(StoredShard(str(record), "U8", (nbytes,), rank, of_record, NestTable.from_nests(nests)))
+        shards.append(StoredShard.from_record(str(record), "U8", (nbytes,), record))
     files = (SourceFile.from_status(path, status),)
     model = StoredModel(format="file", path=path, files=files, records=records, shards=tuple(shards))
     known_ending = None if output.ending is None else lambda crc32: found

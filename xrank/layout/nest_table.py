@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from xrank.layout.nests import Nest
+from xrank.layout.nests import Nest, canonical
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -37,6 +37,16 @@ class NestTable(Struct, frozen=True, eq=False):
         rows = [nest.loops + filler * (depth - len(nest.loops)) for nest in nests]
         loops = np.array(rows, dtype=np.int64).reshape(len(nests), depth, 3)
         return cls(int_array(nest.x for nest in nests), int_array(nest.y for nest in nests), loops)
+
+    @classmethod
+    def in_order(cls, num_elements: int) -> NestTable:
+        """Return the one nest of so many elements in their order; no nest if there are none.
+
+        Example:
+            >>> NestTable.in_order(6).to_nests(), len(NestTable.in_order(0))
+            ([Nest(x=0, y=0, loops=((6, 1, 1),))], 0)
+        """
+        return cls.from_nests([canonical(Nest(0, 0, ((num_elements, 1, 1),)))] if num_elements else [])
 
     def __len__(self) -> int:
         return len(self.x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.layout_map import Companion
-from xrank.layout.nest_table import IntArray, NestTable
+from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.tensor_name import TensorName
 from xrank.storage.client import ObjectStatus
 
@@ -159,8 +160,11 @@ class RecordTable(Struct, frozen=True, eq=False):
     def is_lost(self, records: IntArray) -> npt.NDArray[np.bool_]:
         """Return a mask of the records whose bytes are lost, or some of those that they are decoded from."""
         found: npt.NDArray[np.bool_] = self.crc32[records] == LOST
-        if self.quantized and (self.crc32 == LOST).any():
-            found |= [bool((self.crc32[self.find_stored([record])] == LOST).any()) for record in records.tolist()]
+        if self.quantized:  # each tensor asks: only its own records are looked at
+            found |= [
+                record in self.quantized and bool((self.crc32[self.find_stored([record])] == LOST).any())
+                for record in records.tolist()
+            ]
         return found
 
     def find_stored(self, records: Sequence[int] | IntArray) -> list[int]:
@@ -216,6 +220,13 @@ class StoredShard(Struct, frozen=True, eq=False):
     """Number by which each element is multiplied after it is read, in float32, or float64 for F64."""
     added: int = 0
     """Number that is then added to it."""
+
+    @classmethod
+    def from_record(cls, name: str, dtype: str, shape: tuple[int, ...], record: int, rank: int = 0) -> StoredShard:
+        """Return a tensor that is all of one record, in order; one without an element has no piece."""
+        nests = NestTable.in_order(prod(shape))
+        ranks, records = (int_array([one] * len(nests)) for one in (rank, record))
+        return cls(name, dtype, shape, ranks, records, nests)
 
 
 class StatedLayout(Struct, frozen=True):

@@ -197,11 +197,9 @@ def read_held_version(folder: str) -> ManifestVersion | None:
 class VersionReader(HfFolderReader):
     """The reader of safetensors folders and files, of whole models and of versions that contain changes."""
 
-    def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor is; errors as of `Reader.read`, `find_chain` and `read_chain`."""
-        if places.is_folder(path) and read_facts(path) is not None:
-            return read_chain(find_chain(path, hints.base_path), hints)
-        return super().read(path, hints)
+    def read_version(self, path: str, hints: Hints, delta: DeltaFacts) -> StoredModel:
+        """Return where every tensor is; errors as of `find_chain` and `read_chain`."""
+        return read_chain(find_chain(path, hints.base_path), hints)
 
 
 def read_whole(path: str) -> StoredModel:

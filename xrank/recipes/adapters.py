@@ -17,7 +17,6 @@ from xrank.engine.casts import LowRank
 from xrank.engine.planner import Plan
 from xrank.errors import ContradictionError, Text, UsageError, either, needs, option
 from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.adapter_names import (
     CONFIG_NAME,
@@ -493,7 +492,7 @@ def _trace(
     """
     # Each tensor gets a record of its own, with its elements in their order.
     tables = {
-        shape: NestTable.from_nests([canonical(Nest(0, 0, ((prod(shape), 1, 1),)))])
+        shape: NestTable.in_order(prod(shape))
         for shape in {shard.shape for shard in model.shards if 0 not in shard.shape}
     }
     traced = [

@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from xrank.engine.planner import make_plan
 from xrank.errors import ContradictionError, UsageError, option
 from xrank.layout import LayoutMap
-from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest, canonical
 from xrank.layout.output_files import OutputTensor, Selection
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.training_state import MASTER, TrainingState, state_name
@@ -161,7 +159,7 @@ def _rename(state: TrainingState, recipe: str | os.PathLike[str] | None) -> Trai
         return follow_recipe(replace(stored, shards=tuple(tensors)), matched, stored.config)
 
     # Each tensor as one record of its own shows which tensors become which.
-    probe = follow([_as_record(number, shard) for number, shard in enumerate(model)])
+    probe = follow([StoredShard.from_record(s.name, s.dtype, s.shape, number) for number, s in enumerate(model)])
     sources = {s.name: [model[number].name for number in dict.fromkeys(s.record.tolist())] for s in probe.shards}
     renamed = follow(model)
     trained = {new for new, olds in sources.items() if any(old in state.states for old in olds)}
@@ -186,13 +184,6 @@ def _rename(state: TrainingState, recipe: str | os.PathLike[str] | None) -> Trai
         grouped.setdefault(_agree(new, olds, group_of.get, "group of the optimizer"), []).append(new)
     groups = tuple(replace(g, parameters=tuple(grouped.get(n, ()))) for n, g in enumerate(state.groups))
     return replace(state, stored=replace(renamed, shards=tuple(found)), states=states, steps=steps, groups=groups)
-
-
-def _as_record(number: int, shard: StoredShard) -> StoredShard:
-    size = prod(shard.shape)
-    nests = NestTable.from_nests([canonical(Nest(0, 0, ((size, 1, 1),)))] if size else [])
-    count = len(nests)
-    return replace(shard, rank=int_array([0] * count), record=int_array([number] * count), nests=nests)
 
 
 def _agree(new: str, olds: Sequence[str], find: Callable[[str], Any], what: str) -> Any:

@@ -21,7 +21,7 @@ from xrank.engine.planner import Alike, divide_replicas
 from xrank.engine.value_digests import NUM_BLOCKS, DigestedPart, DigestRows, WordArray, digest_parts, digest_places
 from xrank.errors import ContradictionError, UsageError
 from xrank.layout.nest_table import NestTable
-from xrank.layout.nests import Nest, canonical
+from xrank.layout.nests import Nest
 from xrank.layout.stored_model import StoredShard
 from xrank.ranks.memory import LocalBytes, MemoryBytes, kind_without_elements, local_bytes
 from xrank.recipes.options import default_workers
@@ -104,10 +104,8 @@ def plan_proof(planned: TargetPlan, model: TrainerModel, *, is_compared: bool = 
 
 def _make_part(tensor: torch.Tensor, shape: Sequence[int], width: int, nests: Sequence[Nest] | None) -> DigestedPart:
     """Return a part of a tensor of that shape; without nests it is the whole."""
-    if nests is None:
-        count = tensor.numel()
-        nests = [canonical(Nest(0, 0, ((count, 1, 1),)))] if count else []
-    return DigestedPart(DigestRows.of(shape, width), NestTable.from_nests(nests), local_bytes(tensor))
+    table = NestTable.in_order(tensor.numel()) if nests is None else NestTable.from_nests(nests)
+    return DigestedPart(DigestRows.of(shape, width), table, local_bytes(tensor))
 
 
 def _is_same(one: StoredShard, other: StoredShard) -> bool:

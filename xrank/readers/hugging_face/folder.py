@@ -17,7 +17,6 @@ from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankE
 from xrank.formats.deltas import INDEX_NAME, DeltaFacts, parse_facts
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import IntArray, NestTable, int_array
-from xrank.layout.nests import Nest
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
@@ -336,7 +335,7 @@ class HfFolderReader:
         refuse_salvaged(path)
         found = _read_folder(path) if places.is_folder(path) else _Folder(read_headers(path))
         if found.delta is not None:
-            raise _refuse_delta(path, found.delta)
+            return self.read_version(path, hints, found.delta)
         headers = found.headers
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
@@ -344,6 +343,10 @@ class HfFolderReader:
         return replace(
             model, notes=(*model.notes, *found.passed, *check_placeholders(kinds, files, hints), *found.more)
         )
+
+    def read_version(self, path: str, hints: Hints, delta: DeltaFacts) -> StoredModel:
+        """Return the model of a version that contains changes; this reader refuses it."""
+        raise _refuse_delta(path, delta)
 
 
 def _is_weight_file(name: str) -> bool:
@@ -455,8 +458,8 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes:
             dtype, shape = _kind(tensor, as_bytes)
             count, record = prod(shape), record_of(tensor.name)
             if count not in tables:
-                nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
-                tables[count] = int_array([0] * len(nests)), NestTable.from_nests(nests)
+                nests = NestTable.in_order(count)
+                tables[count] = int_array([0] * len(nests)), nests
             ranks, table = tables[count]
             shards.append(StoredShard(tensor.name, dtype, shape, ranks, ranks + record, table))
     return StoredModel(

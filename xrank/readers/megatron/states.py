@@ -82,13 +82,14 @@ def read_megatron_state(path: str, hints: Hints) -> TrainingState:
         problem, want = "is of another step than the optimizer", f"{done:.0f} steps of Adam"
         raise where.contradiction(problem, f"iteration {model.step}", want)
     ours = {key: value for key, value in common.items() if key not in _NOT_OURS}
-    left_out = [LeftOut(key, why) for key, value in ours.items() if (why := why_not_plain(value))]
+    objects = {key: why for key, value in ours.items() if (why := why_not_plain(value))}
+    left_out = [LeftOut(*each) for each in objects.items()]
     left_out += [LeftOut(name, "an object of ranks") for name in metadata.byte_items if "_extra_state" not in name]
     stored = add_shards(model, pieces.files, pieces.records, pieces.shards)
     if len(groups) > 1:
         text = "which group has which parameter is not recorded: biases and vectors are taken to be those without decay"
         stored = replace(stored, notes=(*stored.notes, ("assumed-groups", text)))
-    values = {key: value for key, value in ours.items() if why_not_plain(value) is None}
+    values = {key: value for key, value in ours.items() if key not in objects}
     return make_training_state(stored, states, steps, groups, origin, values=values, left_out=left_out)
 
 
