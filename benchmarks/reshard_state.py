@@ -91,7 +91,7 @@ def _measure(folder: str, nbytes: int, rounds: int) -> None:
             os.sync()
             started = time.monotonic()
             printed = _run(sides[side])
-            # What cp and torch leave in the page cache is not on the disk yet; xrank's files are.
+            # cp and torch leave their files in the page cache; xrank has synced its files to the disk.
             os.sync()
             times[side].append(time.monotonic() - started)
             if printed.startswith("{"):

@@ -89,7 +89,7 @@ def test_all_faults_are_listed_and_all_whole_tensors_saved(
     if not kept.exists():
         shutil.copytree(pristine.folder, kept)
     try:
-        # Of four files, one that is foreign and two that are lost leave no majority.
+        # With one foreign and two lost files of four, there is no majority.
         faults = planted(pristine, kind, min(count, 2) if name == "verl" and kind in ALONE else count, rng)
         if not faults:
             pytest.skip("no file to plant it in")

@@ -1,4 +1,4 @@
-"""Training states in other forms: what torch loads of them, what their files contain, and what is refused."""
+"""Training states in other forms: torch loads them, their files have the values, bad sources are refused."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_accelerates_folders(source: Path, tmp_path: Path) -> None:
     for name in ("scheduler.pt", "scheduler.bin"):
         schedule.load_state_dict(torch.load(made / name, weights_only=True))
     assert_equal([each.state_dict() for each in (net, optimizer, schedule)], [each.state_dict() for each in train()])
-    # What lies beside goes along.
+    # Files next to the model and the optimizer are copied.
     (made / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
     (made / "rng_state_0.pth").write_bytes(b"any")
     report = xrank.reshard_checkpoint(made, None, tmp_path / "b", to="accelerate")
@@ -204,7 +204,7 @@ def test_accelerates_folders(source: Path, tmp_path: Path) -> None:
 
 
 REST = ("table", "frozen.weight", "frozen.bias")
-"""What no optimizer trains."""
+"""Tensors that no optimizer trains."""
 
 
 def test_the_files_of_a_universal_checkpoint(source: Path, tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_ranks_share_a_reshard(source: Path, tmp_path: Path) -> None:
 
 
 def test_killed_at_every_call(source: Path, tmp_path: Path, every: int) -> None:
-    """What a killed run has finished, in folders too, is kept; nothing of it is visible before all is there."""
+    """A killed run keeps its finished files, also those in folders, and shows none before all are complete."""
     out = tmp_path / "out"
 
     def work() -> int:

@@ -165,7 +165,7 @@ class Planted:
     lost: frozenset[int]
     """Records whose bytes are useless."""
     others: tuple[Path, ...] = ()
-    """Files that the fault may be told of in the place of its own."""
+    """Files that the error may name instead of the damaged one."""
 
 
 Bytes = Callable[[bytes, random.Random], bytes]

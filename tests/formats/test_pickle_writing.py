@@ -1,4 +1,4 @@
-"""Pickles that are written opcode by opcode: what Python and torch read of them, and what is refused."""
+"""Pickles written opcode by opcode: Python and torch read them; other values are refused."""
 
 from __future__ import annotations
 

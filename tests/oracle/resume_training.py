@@ -370,7 +370,7 @@ def main(kind: str, folder: str, num_groups: str, source: str | None = None) -> 
     global TP
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.manual_seed(0 if source is None else 7)  # what is resumed does not begin with the same values
+    torch.manual_seed(0 if source is None else 7)  # a resumed model starts with other values
     TP = 2 if kind.endswith("-tp") else 1
     if kind.startswith(("fsdp2", "t")):
         dist.init_process_group("gloo")
