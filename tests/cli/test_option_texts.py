@@ -107,7 +107,7 @@ def test_a_failure_is_told_whole_whatever_arrives_meanwhile(bench: Bench, monkey
         return told(error)
 
     monkeypatch.setattr(command, "error_text", interrupted)
-    refusal(bench.gather(), "IncompleteError", says=["left nothing in"])
+    refusal(bench.gather(), "IncompleteError", says=["wrote nothing in"])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

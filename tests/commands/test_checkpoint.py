@@ -99,7 +99,7 @@ def test_damage_is_met_by_the_look_up_that_reads_it(bench: Bench) -> None:
 def test_what_is_not_whole_is_not_opened(bench: Bench) -> None:
     leave(bench.workspace)
     state_of(bench.workspace, 1).unlink()
-    with pytest.raises(IncompleteError, match="rank 1 of 4 left nothing"):
+    with pytest.raises(IncompleteError, match="rank 1 of 4 wrote nothing"):
         open_checkpoint(bench.workspace)
 
 

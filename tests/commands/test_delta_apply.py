@@ -106,7 +106,7 @@ def test_versions_that_are_named(tmp_path: Path, chain: list[Model]) -> None:
     report = xrank.apply_deltas(tmp_path / "exported", names, tmp_path / "engine")
     assert report.details.num_applied == 2 and read_folder(tmp_path / "engine") == chain[3]
     shutil.rmtree(tmp_path / "deltas" / "weight_v000001")
-    with pytest.raises(IncompleteError, match="the changes of version 1"):
+    with pytest.raises(IncompleteError, match="the changes since version 1"):
         xrank.apply_deltas(tmp_path / "exported", tmp_path / "deltas", tmp_path / "other")
     with pytest.raises(IncompleteError, match="version 9 is not there"):
         xrank.apply_deltas(tmp_path / "exported", names, tmp_path / "other", version=9)

@@ -42,7 +42,7 @@ def base_model(bench: Bench, model: dict[str, torch.Tensor]) -> tuple[str, Path]
 def test_refused_tensor_by_tensor(bench: Bench) -> None:
     model = leave(bench.workspace, recorded=False)
     says = [
-        "embed.weight: no layout is recorded, so it is unknown how it is cut over ranks 0-3",
+        "embed.weight: no layout is recorded, so it is unknown how it is split over ranks 0-3",
         "likewise up.weight, down.weight, norm.weight, steps",
         "plain tensors of shape [8, 8]",
         'give --layout FILE with lines such as [mesh], grid = "tp=4", [tensors], "embed.weight" = "[d0/tp, d1]"',
@@ -99,15 +99,15 @@ BAD_FILES = {
     "no mesh": (FILE.partition("[tensors]")[2].join(["[tensors]", ""]), ["a rule for it but no [mesh]"], None),
     "a mesh that is too small": (
         FILE.replace("dp=2 tp=2", "dp=1 tp=2"),
-        ["mesh is not that of the 4 ranks", "dp=1 tp=2, ranks 0-1", "ranks 0-3, of 4"],
+        ["mesh does not match the 4 ranks", "dp=1 tp=2, ranks 0-1", "ranks 0-3, of 4"],
         None,
     ),
     "a mesh that is too large": (
         FILE.replace("dp=2 tp=2", "dp=4 tp=2"),
-        ["mesh is not that of the 4 ranks", "dp=4 tp=2, ranks 0-7"],
+        ["mesh does not match the 4 ranks", "dp=4 tp=2, ranks 0-7"],
         None,
     ),
-    "two rules for one tensor": (FILE + '".*.weight" = "[a, b]"\n', ["matches multiple", "only one matches"], None),
+    "two rules for one tensor": (FILE + '".*.weight" = "[a, b]"\n', ["matches multiple", "only one may match"], None),
     "too few dims": (FILE.replace("[v/tp, h]", "[v/tp]"), ["embed.weight: ", "got   2 dims", "want  1 dims"], None),
     "an alias of nothing": (FILE + '[alias]\n"steps" = "gone"\n', ["ties steps to gone"], None),
 }  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_layout_that_makes_replicas_of_different_parts(bench: Bench, layout: s
 def test_a_rule_for_what_is_recorded(bench: Bench) -> None:
     model = leave(bench.workspace)
     says = [
-        "embed.weight: its ranks recorded one layout, and the layout file gives another",
+        "embed.weight: the layout that its ranks recorded differs from the layout file",
         "take the tensor's rule out of",
     ]
     bench.refused("LayoutError", *layout_file(bench, FILE.replace("[v/tp, h]", "[v/~tp, h]")), says=says)
@@ -208,7 +208,7 @@ def test_a_missing_last_rank_is_no_smaller_model(bench: Bench) -> None:
 def test_a_layout_file_and_a_base_model_that_disagree(bench: Bench) -> None:
     model = leave(bench.workspace, recorded=False)
     wrong = {**made_model(), "embed.weight": torch.rand(32, 8)}
-    says = ["embed.weight: rank 0's part has another shape", "got   [8, 8]", "[16, 8], by [v/tp, h] of [32, 8]"]
+    says = ["embed.weight: rank 0's part does not have the shape", "got   [8, 8]", "[16, 8], by [v/tp, h] of [32, 8]"]
     options = (*layout_file(bench), *base_model(bench, wrong))
     bench.refused("ContradictionError", *options, says=says, tensor="embed.weight")
     bench.succeeds(model, *layout_file(bench), *base_model(bench, made_model()))

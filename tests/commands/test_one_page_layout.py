@@ -128,7 +128,7 @@ def without(name: str):
         (
             lambda rank, held: {**held, "tail": torch.ones(6)} if rank == 7 else held,
             ContradictionError,
-            "tail: rank 7's part has another shape",
+            "tail: rank 7's part does not have the shape",
         ),
         (
             lambda rank, held: {**held, "final.norm": torch.ones(5)},

@@ -122,7 +122,7 @@ def test_ranks_disagree_about(bench: Bench, what: str) -> None:
         ("[a/y]", ("x",), (8,), "LayoutError", ["has no axis 'y'", "want  one of ['x']"]),
         ("[a/x, b]", ("x",), (8,), "LayoutError", ["does not fit the shape (8,)", "want  2 dims"]),
         ("[a/x]", ("x",), (9,), "LayoutError", ["9 does not divide by 2", "want  a multiple of 2"]),
-        ("[a/x]", ("x",), (10,), "ContradictionError", ["rank 0's part has another shape", "got   [4]", "[5]"]),
+        ("[a/x]", ("x",), (10,), "ContradictionError", ["rank 0's part does not have the shape", "got   [4]", "[5]"]),
         ("[a/x]", ("x y",), (8,), "LayoutError", ["axis name 'x y'", "want  a letter"]),
         ("[a/x]", ("x\x1b[31m",), (8,), "LayoutError", ["axis name 'x\\x1b[31m'"]),
     ],

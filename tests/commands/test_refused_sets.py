@@ -41,7 +41,7 @@ def test_missing_ranks(bench: Bench, absent: list[int], named: str) -> None:
     bench.refused(
         "IncompleteError",
         says=[
-            f"{named} of 4 left nothing in {bench.workspace} (run {RUN}, step 2000",
+            f"{named} of 4 wrote nothing in {bench.workspace} (run {RUN}, step 2000",
             "want  ranks 0-3",
             f"let {named} ",
         ],
@@ -53,7 +53,7 @@ def test_missing_ranks(bench: Bench, absent: list[int], named: str) -> None:
 
 
 def test_no_rank_at_all(bench: Bench) -> None:
-    bench.refused("IncompleteError", says=["no rank left a state in", "rank_<r>_state.pth"], file="run42")
+    bench.refused("IncompleteError", says=["no rank wrote a state in", "rank_<r>_state.pth"], file="run42")
     bench.succeeds(leave(bench.workspace))
 
 
@@ -114,7 +114,7 @@ def test_a_state_of_something_else(bench: Bench, fields: dict[str, object], said
     good = copied(bench.workspace)
     rewrite_record(bench.workspace, 1, **fields)
     # Both are shown: what the others are of, and what this one is of.
-    says = ["rank 1 of 4 left nothing", f"(run {RUN}, step 2000, 4 ranks)", said, "let rank 1 write again"]
+    says = ["rank 1 of 4 wrote nothing", f"(run {RUN}, step 2000, 4 ranks)", said, "let rank 1 write again"]
     bench.refused("IncompleteError", says=says, rank=1, file="rank_1_state.pth")
     mended(bench, good, model)
 
@@ -168,7 +168,7 @@ def test_a_hole_among_states_without_a_record(bench: Bench) -> None:
     for rank in (0, 5):
         leave_plain(bench.workspace, rank, {"norm.weight": torch.ones(8)})
     bench.refused(
-        "IncompleteError", says=["ranks 1-4 of 6 left nothing", "got   ranks 0, 5", "want  ranks 0-5"], rank=1
+        "IncompleteError", says=["ranks 1-4 of 6 wrote nothing", "got   ranks 0, 5", "want  ranks 0-5"], rank=1
     )
 
 
@@ -178,7 +178,7 @@ def test_a_record_that_claims_an_endless_world(bench: Bench) -> None:
     for rank in range(4):
         rewrite_record(bench.workspace, rank, world_size=10**15)
     started = time.process_time()
-    bench.refused("IncompleteError", says=["ranks 4-999999999999999 of 1000000000000000 left nothing"], rank=4)
+    bench.refused("IncompleteError", says=["ranks 4-999999999999999 of 1000000000000000 wrote nothing"], rank=4)
     assert time.process_time() - started < 5
     mended(bench, good, model)
 
@@ -207,4 +207,4 @@ def test_a_tensor_of_some_ranks_by_right(bench: Bench) -> None:
     assert bench.gather().exit_code == 0  # it is there now
     shutil.rmtree(bench.out)
     state_of(bench.workspace, 3).unlink()
-    bench.refused("IncompleteError", says=["rank 3 of 4 left nothing"], rank=3)
+    bench.refused("IncompleteError", says=["rank 3 of 4 wrote nothing"], rank=3)

@@ -231,7 +231,7 @@ def test_a_workspace(bench: Bench) -> None:
     report = good(bench.workspace)
     assert report["proof"] == {"coverage": "proven", "num_checksums": 20, "num_replicas_compared": 10}
     state_of(bench.workspace, 1).unlink()
-    refusal(verify(bench.workspace), "IncompleteError", says=["rank 1 of 4 left nothing"], rank=1)
+    refusal(verify(bench.workspace), "IncompleteError", says=["rank 1 of 4 wrote nothing"], rank=1)
     shutil.copytree(aside, bench.workspace, dirs_exist_ok=True)
     rewrite(bench.workspace, 2, lambda state: state["weight"]["norm.weight"].mul_(2))
     refusal(verify(bench.workspace), "ContradictionError", says=["norm.weight: rank 2 holds different values"], rank=2)

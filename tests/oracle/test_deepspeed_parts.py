@@ -133,4 +133,4 @@ def test_exchanged_experts_are_seen(experts, tmp_path, has_name):
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second if has_name else second.replace(names[1].encode(), names[0].encode()))
     two.write_bytes(first if has_name else first.replace(names[0].encode(), names[1].encode()))
-    refused(tmp_path / "run", tmp_path, 4, "renamed or copied" if has_name else "contains a tensor of another expert")
+    refused(tmp_path / "run", tmp_path, 4, "renamed or copied" if has_name else "does not belong to expert")

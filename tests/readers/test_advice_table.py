@@ -39,7 +39,7 @@ FOLLOWED: Mapping[str, str] = {
     r"rank {}'s, again from where it was saved|nodes without a shared disk keep their own( files)?": COPIED,
     r"all files must come from one save( of one run)?": COPIED,
     r"if a save into this folder was interrupted, take another checkpoint|else copy it whole again": COPIED,
-    r"take (another|an earlier) (step|checkpoint)|take a checkpoint whose save finished": COPIED,
+    r"take (another|an earlier) (step|checkpoint)|use a checkpoint with a finished save": COPIED,
     r"in this one a pipeline stage wrote nothing|run as its owner, let this user read it": COPIED,
     r"let all ranks save into an empty folder": "readers/test_next_steps.py::test_whatever_is_moved_away",
     r"move .*|runs with MiCS, whose partitions repeat, are not read": (
@@ -74,13 +74,13 @@ FOLLOWED: Mapping[str, str] = {
     r"wait until it is written, then {}|leave {version} out|give each version once": (
         "readers/test_deltas.py::test_a_version_that_is_asked_for"
     ),
-    r"if the trained model has no values there, give a base model in which these are empty, too, with {base_model}": (
+    r"if the trained model has no values there, give a base model with the same empty tensors as {base_model}": (
         "readers/test_weight_folders.py::test_placeholders_of_zero_3"
     ),
     # training states
     r"continue it (in the framework that saved it|on as many ranks)|xrank gather takes the model alone": NOTHING,
     r"give a checkpoint of one optimizer": ANOTHER,
-    r"safetensors opens the files here": NOTHING,
+    r"safetensors can open these files": NOTHING,
     # options
     r"choose one(: {}| of them with {part}|: {part})": "readers/test_next_steps.py::test_a_part_that_is_advised",
     r"choose one with {format}": "readers/test_next_steps.py::test_a_format_that_is_advised",
@@ -112,7 +112,7 @@ FOLLOWED: Mapping[str, str] = {
         "readers/test_layout_advice.py::test_a_layout_file_that_is_given"
     ),
     r"write rules for that tensor and for this one that match their names only|keep one of them"
-    r"|write patterns into the layout file of which only one matches each name": (
+    r"|change the layout file's patterns: only one may match each name": (
         "readers/test_layout_advice.py::test_rules_that_match_too_much"
     ),
     r"take the tensor's rule out of the layout file": "readers/test_layout_advice.py::test_a_rule_that_is_taken_out",

@@ -350,7 +350,7 @@ def test_a_save_that_was_interrupted_is_seen_where_it_has_more(tmp_path: Path) -
 def test_the_payload_of_another_rank_is_seen_in_safetensors(rank_pool: RankPool, tmp_path: Path) -> None:
     folder = saved(rank_pool, tmp_path / "checkpoint", "even", serialization_format=SerializationFormat.SAFETENSORS)
     shutil.copy(folder / "__1_0.distcp", folder / "__2_0.distcp")
-    with pytest.raises(ContradictionError, match=r"another piece than \.metadata records") as caught:
+    with pytest.raises(ContradictionError, match=r"a different piece than \.metadata records") as caught:
         read(folder)
     assert caught.value.rank == 2 and caught.value.tensor == "w"
     assert caught.value.want == "the piece at [4, 0]"
@@ -367,7 +367,7 @@ def test_an_item_of_another_tensor(checkpoint: Path) -> None:
         stored[one], stored[other] = stored[other], stored[one]
 
     edit(checkpoint, exchange)
-    with pytest.raises(ContradictionError, match=r"another piece than \.metadata records") as caught:
+    with pytest.raises(ContradictionError, match=r"a different piece than \.metadata records") as caught:
         read(checkpoint)
     assert caught.value.tensor in ("mask", "steps")
 

@@ -258,7 +258,7 @@ def test_parameters_without_an_optimizer_are_taken_as_stored(tmp_path):
     model = made_model()
     write_zero(tmp_path / "run", model, Zero(stage=1))
     report = gather_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert ("not-trained", "3 parameters have no fp32 weights; they are taken as they are stored") in report.notes
+    assert ("not-trained", "3 parameters have no fp32 weights; their stored values are used") in report.notes
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["tiny"], model.frozen["tiny"])
 
 
@@ -325,7 +325,7 @@ def test_inspect(tmp_path):
     assert "ZeRO 3" in shown and "head.weight: embed.weight" in shown
     (tmp_path / "run" / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     shown = CliRunner().invoke(cli, ["inspect", str(tmp_path / "run")]).output
-    assert "rank 1 of 3 left no" in shown and "exit 3" in shown
+    assert "rank 1 of 3 wrote no" in shown and "exit 3" in shown
 
 
 # ---- refusals

@@ -82,7 +82,7 @@ def test_trainers_files(tmp_path: Path) -> None:
     state = read_training_state(str(tmp_path / "checkpoint-2"))
     assert [each.path for each in state.left_out] == [str(log)]
     log.write_text(json.dumps({"global_step": 1}))
-    with pytest.raises(ContradictionError, match="another step than the optimizer"):
+    with pytest.raises(ContradictionError, match="a different step than the optimizer"):
         read_training_state(str(tmp_path / "checkpoint-2"))
 
 
@@ -146,7 +146,7 @@ FAULTS: Mapping[str, tuple[Callable[[dict[str, Any]], Any], int | None, type[Xra
     ),
     "another step": (
         lambda base: [own.update(step=torch.tensor(1.0)) for own in base["state"].values()],
-        None, ContradictionError, "another step than the optimizer",
+        None, ContradictionError, "a different step than the optimizer",
     ),
     "another step on a rank": (
         lambda base: [own.update(step=torch.tensor(1.0)) for own in base["state"].values()],
@@ -247,5 +247,5 @@ def test_universal_of_another_step(tmp_path: Path) -> None:
     write_universal(tmp_path, made_model(), Zero(stage=2))
     (states,) = tmp_path.glob("*/mp_rank_00_model_states.pt")
     edit(states, lambda state: state.update(changed_entries(state, {"global_steps": 9})))
-    with pytest.raises(ContradictionError, match="another step than the optimizer"):
+    with pytest.raises(ContradictionError, match="a different step than the optimizer"):
         read_training_state(str(tmp_path))

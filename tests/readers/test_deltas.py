@@ -106,10 +106,10 @@ def gather(folder: Path, version: int = 3, **options: object) -> None:
 
 def test_missing_versions_are_named(tmp_path: Path, chain: list[Model]) -> None:
     """A gap, or a chain whose beginning is nowhere."""
-    with pytest.raises(IncompleteError, match="the changes of version 0, and that is not there"):
+    with pytest.raises(IncompleteError, match="the changes since version 0, which is missing"):
         gather(tmp_path, base_model=None)
     shutil.rmtree(tmp_path / "deltas" / "weight_v000002")
-    with pytest.raises(IncompleteError, match="weight_v000003 contains the changes of version 2") as caught:
+    with pytest.raises(IncompleteError, match="weight_v000003 contains the changes since version 2") as caught:
         gather(tmp_path)
     assert "weight_v000001, weight_v000003" in str(caught.value.got)
     assert not (tmp_path / "out").exists()
@@ -128,7 +128,7 @@ def test_states_that_disagree_are_refused(tmp_path: Path, chain: list[Model]) ->
     facts = json.loads(index.read_text())
     facts["metadata"]["xrank"]["base_state"] = "0" * 32
     index.write_text(json.dumps(facts))
-    with pytest.raises(ContradictionError, match=r"changes of other weights than those of .*weight_v000001"):
+    with pytest.raises(ContradictionError, match=r"changes to different weights than those of .*weight_v000001"):
         gather(tmp_path)
     assert not (tmp_path / "out").exists()
 
@@ -143,7 +143,7 @@ def test_another_base_is_refused(tmp_path: Path, chain: list[Model]) -> None:
     assert caught.value.tensor == name
     shutil.rmtree(tmp_path / "base")
     write_whole(tmp_path / "base", {**chain[0], name: (kind, (len(data) // 2 + 1,), data + b"00")})
-    with pytest.raises(ContradictionError, match="the base has it in another size"):
+    with pytest.raises(ContradictionError, match="its size in the base is different"):
         gather(tmp_path)
     shutil.rmtree(tmp_path / "base")
     write_whole(tmp_path / "base", {**chain[0], name: (kind, shape, data[:-1] + bytes([data[-1] ^ 1]))})
@@ -161,7 +161,7 @@ def test_files_that_are_not_changes_are_refused(tmp_path: Path, chain: list[Mode
     for tensor, texts, problem in (
         (("BF16", (4,), b"12345678"), {name: "00"}, "is not a change of a tensor"),
         (("U8", (8,), b"12345678"), {}, "is not a change of a tensor"),
-        (("U8", (8,), b"12345678"), {name: "00"}, "its body is damaged"),
+        (("U8", (8,), b"12345678"), {name: "00"}, "its changes are damaged"),
     ):
         shutil.rmtree(folder, ignore_errors=True)
         write_files(folder, [{name: tensor}], [texts], facts)

@@ -39,7 +39,7 @@ def test_an_output_in_the_runs_own_folder(tmp_path: Path) -> None:
         assert find_source(str(tmp_path / "run"))[0] == str(source)
     assert find_source(str(tmp_path / "run" / "model"))[0] == str(tmp_path / "run" / "model")
     model(tmp_path / "run" / "checkpoint-6")
-    with pytest.raises(UsageError, match="holds several sources"):
+    with pytest.raises(UsageError, match="contains several sources"):
         find_source(str(tmp_path / "run"))
 
 
@@ -146,7 +146,7 @@ def test_a_model_beside_a_trainers_checkpoints(tmp_path: Path) -> None:
     for step in (5, 10):
         model(run / f"checkpoint-{step}")
     found = find_source(str(run))
-    text = f"the model in {run} itself is read; checkpoints lie there, too: {run}/checkpoint-10 and 1 more"
+    text = f"the model in {run} itself is read; the folder also contains checkpoints: {run}/checkpoint-10 and 1 more"
     assert (found.path, found.notes) == (str(run), (("also-here", text),))
 
 

@@ -38,7 +38,7 @@ KINDS = {
         "a file of TensorFlow or Keras",
     ),
     "keras": ({"model.keras": b"PK\3\4"}, "a file of TensorFlow or Keras"),
-    "git-lfs": ({"weights.dat": POINTER, "data": b""}, "a pointer of git-lfs in the place of a file"),
+    "git-lfs": ({"weights.dat": POINTER, "data": b""}, "a git-lfs pointer instead of a file"),
     "onnx": ({"onnx/model.onnx": b"\x08\x08", "onnx/model.onnx_data": b""}, "a graph of ONNX"),
     "orbax, not finished": (
         {"5.orbax-checkpoint-tmp/ocdbt.process_0/d/1f": b"", "5.orbax-checkpoint-tmp/_METADATA": b"{}"},
@@ -189,5 +189,5 @@ def test_folder_without_weights_is_named(tmp_path: Path, names: list[str]) -> No
     fill(tmp_path / "model", dict.fromkeys(names, b"{}"))
     for command in (["gather", tmp_path / "model", "--out", tmp_path / "out"], ["inspect", tmp_path / "model"]):
         ended = run(*command)
-        assert ended.exit_code == 2 and "contains small files of a model, and no weights" in ended.stderr
+        assert ended.exit_code == 2 and "contains small files of a model, but no weights" in ended.stderr
         assert all(name in ended.stderr for name in names)

@@ -118,7 +118,7 @@ def test_the_step_that_a_marker_names(actor: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (9, 30):
         shutil.copytree(actor, run / f"global_step_{step}" / "actor")
-    with pytest.raises(UsageError, match="holds several sources"):
+    with pytest.raises(UsageError, match="contains several sources"):
         find_source(str(run))
     marker = run / "latest_checkpointed_iteration.txt"
     for text, error, match in [("31", IncompleteError, "global_step_31"), ("9\0", CorruptError, "not a step marker")]:
@@ -130,7 +130,7 @@ def test_the_step_that_a_marker_names(actor: Path, tmp_path: Path) -> None:
     marker.rename(run / "latest_ckpt_global_step.txt")
     assert find_source(str(run))[0] == str(run / "global_step_9" / "actor")
     shutil.copytree(actor, run / "global_step_9" / "critic")
-    with pytest.raises(UsageError, match="holds several sources"):
+    with pytest.raises(UsageError, match="contains several sources"):
         find_source(str(run))
 
 
@@ -138,7 +138,7 @@ def test_the_step_that_a_marker_names(actor: Path, tmp_path: Path) -> None:
 def test_a_missing_rank(checkpoint: Path, rank: int) -> None:
     file = checkpoint / f"model_world_size_4_rank_{rank}.pt"
     file.unlink()
-    with pytest.raises(IncompleteError, match=f"rank {rank} of 4 left no {file.name}") as caught:
+    with pytest.raises(IncompleteError, match=f"rank {rank} of 4 wrote no {file.name}") as caught:
         gathered(checkpoint)
     assert (caught.value.rank, caught.value.file) == (rank, str(file))
 
@@ -168,7 +168,7 @@ def test_another_ranks_file_is_seen_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "layout.toml").write_text('[mesh]\ngrid = "fsdp=2"\n\n[tensors]\n"w" = "[a/fsdp, b]"\n')
     assert gathered(folder, layouts=tmp_path / "layout.toml").keys() == {"w"}
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_1.pt")
-    with pytest.raises(ContradictionError, match=r"rank_1\.pt was saved under another name") as caught:
+    with pytest.raises(ContradictionError, match=r"rank_1\.pt was saved under a different name") as caught:
         gathered(folder, layouts=tmp_path / "layout.toml")
     assert (caught.value.rank, caught.value.got) == (1, "model_world_size_2_rank_0.pt")
 
@@ -194,7 +194,7 @@ def test_files_of_a_larger_run_under_smaller_names(rank_pool: RankPool, tmp_path
     for rank in range(4):
         file = folder / f"model_world_size_4_rank_{rank}.pt"
         file.rename(folder / f"model_world_size_2_rank_{rank}.pt") if rank < 2 else file.unlink()
-    with pytest.raises(ContradictionError, match="to a run of another size"):
+    with pytest.raises(ContradictionError, match="to a run with a different number of ranks"):
         gathered(folder)
 
 
@@ -341,7 +341,7 @@ def test_accelerate(rank_pool: RankPool, tmp_path: Path, kind: str) -> None:
     assert gathered(folder) == expected()
     last = folder / "pytorch_model_fsdp_0_rank3.bin"
     last.unlink()
-    with pytest.raises(IncompleteError, match=rf"rank 3 of 4 left no {last.name}"):
+    with pytest.raises(IncompleteError, match=rf"rank 3 of 4 wrote no {last.name}"):
         gathered(folder)
 
 

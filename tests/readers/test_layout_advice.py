@@ -166,7 +166,7 @@ def test_rules_that_match_too_much(tmp_path: Path) -> None:
     rules = [r"'x\..*' = ", r"'.*\.w' = "]
     layouts = ['"[a/fsdp, b]"', '"[a, b/fsdp]"']
     both = layout_file(tmp_path, "\n".join(map(str.__add__, rules, layouts)))
-    assert "only one matches" in advised(replace(case, options={"layouts": both}), tmp_path)
+    assert "only one may match" in advised(replace(case, options={"layouts": both}), tmp_path)
     base = base_model(tmp_path, **{"x.w": (8, 4), "x.b": (8,)})
     rules[0] = r"'x\.w' = "
     got = [
@@ -237,7 +237,7 @@ def test_a_base_model_whose_config_wins(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "run" / "rank_1_state.pth", weights_only=True)
     torch.save({**state, "config": {"other": 1}}, tmp_path / "run" / "rank_1_state.pth")
     case = Case(tmp_path / "run", [wholes(MODEL)])
-    assert "whose config.json wins" in advised(case, tmp_path)
+    assert "(its config.json is used)" in advised(case, tmp_path)
     base = base_model(tmp_path, w=(8, 4), b=(8,))
     assert follow(case, tmp_path, base_model=base) == "ContradictionError"  # it has no config.json
     (base / "config.json").write_text('{"model_type": "mine"}')

@@ -128,7 +128,7 @@ def test_verls_megatron_backend(tmp_path: Path) -> None:
     assert "safetensors" in caught.value.next_step and "megatron-dist" in caught.value.next_step
     # Below several such folders the user must choose.
     shutil.copytree(actor, tmp_path / "global_step_5" / "critic")
-    with pytest.raises(UsageError, match="holds several sources"):
+    with pytest.raises(UsageError, match="contains several sources"):
         gather_checkpoint(tmp_path / "global_step_5", tmp_path / "out")
 
 

@@ -101,7 +101,7 @@ def test_norms_that_decay(tmp_path: Path) -> None:
 
 def test_skipped_iterations_of_a_loss_scaler(tmp_path: Path) -> None:
     write(tmp_path, states(), two_groups(step=2))
-    with pytest.raises(ContradictionError, match="another step than the optimizer"):
+    with pytest.raises(ContradictionError, match="a different step than the optimizer"):
         read_training_state(str(tmp_path))
     optimizer = {"optimizer": {"param_groups": two_groups(step=2)}, "grad_scaler": {"scale": 4.0}}
     write(tmp_path, states(), two_groups(), optimizer=optimizer)
@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], type[XrankError], 
         {**states(), "optimizer.state.momentum_buffer.decoder.final_layernorm.weight": torch.rand(4)},
         two_groups(), UsageError, "SGD or Muon",
     ),
-    "ahead": (states(), two_groups(step=4), ContradictionError, "another step than the optimizer"),
+    "ahead": (states(), two_groups(step=4), ContradictionError, "a different step than the optimizer"),
     "no step": (states(), [{**OPTIONS, "wd_mult": 1.0}], IncompleteError, "lacks step"),
     "no groups": (states(), [], UsageError, "which group"),
     "groups of another kind": (

@@ -186,7 +186,7 @@ def test_what_is_found_and_left_out(tmp_path: Path) -> None:
 def test_steps_must_be_chosen(tmp_path: Path) -> None:
     for step in (0, 10):
         save_step(tmp_path / "run" / str(step), {"default": _params(step)}, chunks=CHUNKS)
-    with pytest.raises(UsageError, match="holds several sources") as caught:
+    with pytest.raises(UsageError, match="contains several sources") as caught:
         gathered(tmp_path / "run")
     assert f"{tmp_path}/run/0 (orbax), {tmp_path}/run/10 (orbax)" in str(caught.value.got)
     assert gathered(tmp_path / "run" / "10") == _expected(_params(10))

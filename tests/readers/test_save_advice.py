@@ -92,7 +92,7 @@ ADVICE = {
         save_dcp({"model": MODEL, "optim": {"s": {"m": B}}}),
     ),
     "a tuple of tensors": Advice(
-        "save it that way",
+        "save its tensors by name",
         save_dcp({"model": {"w": W, "pair": (B,)}}),
         save_dcp({"model": {"w": W, "pair": [B]}}),
         {"w": W, "pair.0": B},
@@ -101,9 +101,9 @@ ADVICE = {
         "in a checkpoint of its own", save_dcp({"policy": NET, "reference": NET}), save_dcp({"policy": NET}), NET
     ),
     "one name of two": Advice(
-        "state_dict() alone", save_file("m.pt", {"model": NET, "model.net.w": W}), save_file("m.pt", NET), NET
+        "state_dict()", save_file("m.pt", {"model": NET, "model.net.w": W}), save_file("m.pt", NET), NET
     ),
-    "a list of tensors": Advice("state_dict() alone", save_file(VERL, {**MODEL, "more": [B]}), save_file(VERL, MODEL)),
+    "a list of tensors": Advice("state_dict()", save_file(VERL, {**MODEL, "more": [B]}), save_file(VERL, MODEL)),
     "an object": Advice(
         "tensors and plain values only",
         save_file("last.ckpt", {"state_dict": MODEL, "trainer": Trainer()}),
@@ -119,7 +119,7 @@ ADVICE = {
         "let all ranks write one config", save_ranks({"a": 1}, {"a": 2}), save_ranks({"a": 1}, {"a": 1})
     ),
     "some layouts": Advice("in the same way", save_ranks(num_recording=1), save_ranks()),
-    "no layouts": Advice("their layouts beside them", save_ranks(num_recording=0), save_ranks()),
+    "no layouts": Advice("plain tensors with layouts", save_ranks(num_recording=0), save_ranks()),
     "an absent rank": Advice("let rank 1 write again", save_ranks(num_saved=1), save_ranks()),
     "an empty state": Advice("let rank 1 write again", nothing_of_rank_1, save_ranks()),
 }

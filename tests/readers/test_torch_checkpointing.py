@@ -104,7 +104,7 @@ def test_what_is_found_and_left_out(steps: Path, kind: str) -> None:
 def test_a_missing_rank(checkpoint: Path, rank: int) -> None:
     (file,) = checkpoint.glob(f"model_{rank}.*")
     file.unlink()
-    with pytest.raises((IncompleteError, UsageError), match=rf"rank {rank} of 4 left no {file.name}|no known format"):
+    with pytest.raises((IncompleteError, UsageError), match=rf"rank {rank} of 4 wrote no {file.name}|no known format"):
         gathered(checkpoint)
 
 
@@ -132,7 +132,7 @@ def test_the_file_of_a_single_rank_is_no_proof(tmp_path: Path) -> None:
     for name, rows in (("whole", 3), ("larger", 6)):
         (tmp_path / name).mkdir()
         save_file({"w": torch.zeros(rows, 2)}, tmp_path / name / "model.safetensors")
-    with pytest.raises(LayoutError, match="holds a rank's elements") as caught:
+    with pytest.raises(LayoutError, match="contains a rank's elements") as caught:
         gathered(folder)
     assert "base_model=" in str(caught.value.next_step)
     assert gathered(folder, base_model=tmp_path / "whole") == {"w": whole(torch.arange(6.0).reshape(3, 2))}

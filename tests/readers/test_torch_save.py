@@ -111,12 +111,12 @@ def test_parts_of_a_model_are_one_model(tmp_path: Path) -> None:
     save(folder / "adapter_0.pt", {"lora_a.weight": torch.rand(2, 2)})
     save(folder / "recipe_state.pt", {"epoch": 0, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3, 4)}}}})
     found, report = gathered(folder)
-    assert same(found, MODEL) and ("left-out", "1 file beside the model's own left out") in report.notes
+    assert same(found, MODEL) and ("left-out", "1 file next to the model's own left out") in report.notes
     # A part stands for all parts of its epoch.
     assert same(gathered(folder / "hf_model_0002_0.pt")[0], MODEL)
     for number, part in enumerate(split(EMA), 1):
         save(folder / f"hf_model_{number:04d}_1.pt", part)
-    with pytest.raises(UsageError, match="holds the models of 2 epochs") as caught:
+    with pytest.raises(UsageError, match="contains the models of 2 epochs") as caught:
         gathered(folder)
     assert "hf_model_*_1.pt" in str(caught.value.next_step)
     for path in folder.glob("hf_model_*_1.pt"):
@@ -143,7 +143,7 @@ def test_parts_of_a_model_under_other_names_of_torchtune(tmp_path: Path, kind: s
     assert same(gathered(folder / f"model-00001-of-00002{end}")[0], MODEL)
     if kind == "safetensors":
         write(EMA, "_1.safetensors")
-        with pytest.raises(UsageError, match="holds more than one model"):
+        with pytest.raises(UsageError, match="contains more than one model"):
             gathered(folder)
     (folder / f"model-00002-of-00002{end}").unlink()
     with pytest.raises(IncompleteError, match="model-00002-of-00002"):

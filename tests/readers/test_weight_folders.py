@@ -185,7 +185,7 @@ def test_a_delta_is_not_a_model(tmp_path: Path, encoding: str) -> None:
     """slime, miles and ModelExpress write only what changed in a step, under the names of the model."""
     folder = write_delta(tmp_path / "weight_v000007", {**DELTA, "delta_encoding": encoding})
     for path, code, text in (
-        (folder, 3, "the changes of version 6, and that is not there"),
+        (folder, 3, "the changes since version 6, which is missing"),
         (folder / "model-00000-of-00001.safetensors", 2, "a delta of"),
     ):
         ended = CliRunner().invoke(cli, ["gather", str(path), "--out", str(tmp_path / "out")])
@@ -271,7 +271,7 @@ def test_an_index_that_an_earlier_save_left(tmp_path: Path, kind: str) -> None:
     assert any(code == "stale-index" and "earlier save" in text for code, text in report.notes)
     # Which of the two is the model, nothing says.
     parts[0].rename(folder / parts[0].name)
-    with pytest.raises(UsageError, match="holds more than one model") as caught:
+    with pytest.raises(UsageError, match="contains more than one model") as caught:
         gathered(folder, overwrite=True)
     assert parts[0].name in str(caught.value.got)
     assert gathered(folder / new.name)[0] == wanted()
@@ -389,7 +389,7 @@ def test_a_second_model_is_not_mixed_in(tmp_path: Path, name: str) -> None:
     torch.save(model(), tmp_path / "pytorch_model_fsdp.bin")
     torch.save({"critic.weight": torch.rand(2)}, tmp_path / name)
     torch.save({"more.weight": torch.rand(2)}, tmp_path / name.replace("00001", "00002"))
-    with pytest.raises(UsageError, match="holds more than one model"):
+    with pytest.raises(UsageError, match="contains more than one model"):
         gathered(tmp_path)
     assert gathered(tmp_path / "pytorch_model_fsdp.bin")[0] == wanted()
 
@@ -475,7 +475,7 @@ def test_one_name_in_two_files(tmp_path: Path) -> None:
     folder = split(tmp_path / "model", ["first.safetensors", "second.safetensors"])
     with pytest.raises(UsageError, match=r"embed\.weight lies in two files") as caught:
         gathered(folder)
-    assert f"such as {folder}/first.safetensors, with base_model=, whose shapes prove it" in caught.value.next_step
+    assert f"such as {folder}/first.safetensors, with base_model= to prove its shapes" in caught.value.next_step
     assert "move" not in caught.value.next_step
     split(tmp_path / "base", ["model.safetensors"])
     with pytest.raises(ContradictionError):
@@ -502,11 +502,11 @@ def test_a_pipeline_is_gathered_component_by_component(tmp_path: Path) -> None:
     transformer = component(folder / "transformer", {"w": torch.rand(4, 8)}, "FluxTransformer2DModel")
     component(folder / "vae", {"v": torch.rand(2)}, "AutoencoderKL")
     (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(UsageError, match="holds several sources") as caught:
+    with pytest.raises(UsageError, match="contains several sources") as caught:
         gathered(folder)
     assert str(transformer) in str(caught.value.got)
     paths = f"{transformer} or {folder / 'vae'}"
-    assert caught.value.next_step == f"gather each component by itself: give {paths} as the path"
+    assert caught.value.next_step == f"gather each component separately: give {paths} as the path"
     save_file({"w": torch.rand(4, 8).half()}, transformer / "diffusion_pytorch_model.fp16.safetensors")
     found, report = gathered(transformer)
     assert found == {"w": whole(load_file(transformer / "diffusion_pytorch_model.safetensors")["w"])}

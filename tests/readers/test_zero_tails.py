@@ -45,7 +45,7 @@ def test_lost_blocks_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert zero_notes(tmp_path) == []
     lost = crash(file, nbytes)
     (note,) = zero_notes(tmp_path)
-    assert note.startswith(f"{file} ends in {lost:,} bytes of zeros, which begin at a block's border")
+    assert note.startswith(f"{file} ends in {lost:,} bytes of zeros, which begin at a block boundary")
     report = gather_checkpoint(tmp_path, tmp_path / "out")  # a note, and no refusal
     assert report.ok and ("zero-blocks", note) in report.notes
 

@@ -44,7 +44,7 @@ _OF_OTHERS = {
 
 def foreign_error(origin: Origin, got: str, optimizer: str, parameter: str | None = None) -> UsageError:
     """Return the error for the state of another optimizer than Adam and AdamW."""
-    step = "continue it in the framework that saved it; xrank gather takes the model alone"
+    step = "continue in the framework that saved it; xrank gather writes only the model"
     problem = f"is the state of {optimizer}, which is not converted"
     return origin.usage(problem, got, "a state of Adam or AdamW", step, tensor=parameter)
 
@@ -65,10 +65,10 @@ def make_group(parameters: object, options: Mapping[Any, object], origin: Origin
     names = [name for name in parameters if isinstance(name, str)]
     if len(names) < len(parameters):
         raise origin.usage(
-            "the optimizer numbers its parameters, so that their names are unknown",
+            "the optimizer numbers its parameters, so their names are unknown",
             f"params {quote(str(parameters[:4]))[1:-1]}",
             "names",
-            "save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns",
+            "save the result of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
         )
     for key in options:
         if key in _OF_OTHERS:
@@ -189,11 +189,11 @@ def make_training_state(
                 f"the optimizer's state lacks {list_text(absent)}",
                 list_text(kinds),
                 list_text([*sorted(wanted), STEP]),
-                "take a checkpoint whose save finished",
+                "use a checkpoint with a finished save",
             )
         for kind, own in kinds.items():
             if shards[own].shape != shards[name].shape:
-                problem, want = f"{kind} of {name} has another shape than the parameter", str(list(shards[name].shape))
+                problem, want = f"{kind} of {name} does not have the parameter's shape", str(list(shards[name].shape))
                 raise origin.contradiction(problem, str(list(shards[own].shape)), want, tensor=name)
             if not dtype(shards[own].dtype).is_float:
                 got = f"{kind} of {name} in {shards[own].dtype}"

@@ -69,7 +69,7 @@ def check_values(
                     f"{quote(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
                     f"a {kind}",
                     "tensors by name, as torch's default planner saves them from dicts and lists",
-                    either("load it and save it that way", f"leave it out with {option('exclude')}"),
+                    either("load it, and save its tensors by name", f"leave it out with {option('exclude')}"),
                     tensor=name,
                 )
             left_out.append(name)
@@ -106,7 +106,7 @@ def file_notes(
             continue
         nbytes = _nbytes(os.path.join(folder, name))
         if nbytes is None:
-            lost.append(f"{name} is not there")
+            lost.append(f"{name} is missing")
         elif nbytes < end:
             lost.append(f"{name} ends at byte {nbytes:,} of {end:,}")
     if lost:
@@ -114,7 +114,7 @@ def file_notes(
         notes.append(("damage", text))
     notes += note_foreign_names({metadata.path: metadata.foreign})
     if unused:
-        text = f".metadata names nothing in {list_text(unused, 3)}: of another save, and not read"
+        text = f"{list_text(unused, 3)}: not in .metadata, so from a different save, and not read"
         notes.append(("unused-files", text))
     return notes
 
@@ -235,7 +235,7 @@ def _check_presence(
         tensors = list_text((quote(names[k])[1:-1] for k in lost), 3)
         rank = rank_of_file(name)
         error = IncompleteError(
-            f"{files}, with pieces of {tensors}: not in {folder}",
+            f"{folder} lacks {files}, which contain pieces of {tensors}",
             tensor=names[lost[0]],
             rank=rank,
             file=os.path.join(folder, name),
@@ -356,7 +356,7 @@ class _FileReader:
             found = part.get(flat)
             if found is None or found[3] != low or int(start[k]) != int(start[0]):
                 raise Subject(self._names[tensor], file.origin.rank, file.origin.path).contradiction(
-                    f"{file.origin.path} contains another piece than .metadata records",
+                    f"{file.origin.path} contains a different piece than .metadata records",
                     "no piece" if found is None else f"the piece at {list(found[3])}",
                     f"the piece at {list(low)}",
                     "copy the file again from where it was written",
@@ -392,7 +392,7 @@ def _check_kinds(
             file = metadata.files[int(tensor.file[row])]
             path = os.path.join(os.path.dirname(metadata.path), file)
             error = Subject(name, rank_of_file(file), path).contradiction(
-                f"{file} contains another piece than .metadata records",
+                f"{file} contains a different piece than .metadata records",
                 f"{kind.dtype} {list(kind.shape)}",
                 f"{dtype} {tensor.sizes[row].tolist()}",
                 f"copy {file} again from where it was written",
@@ -522,7 +522,7 @@ def _check_files(path: str) -> None:
     own = sorted(entry for entry in entries if re.fullmatch(r"__\d+\.metadata", entry))
     if own:
         raise Origin(path).usage(
-            "was saved without coordination: each rank has metadata of its own, and none knows the whole",
+            "was saved without coordination: each rank has its own metadata, and none describes the whole checkpoint",
             f"{len(own)} files like {own[0]}",
             _METADATA,
             "save with coordination (torch's default), or load it and save it again with torch",
@@ -532,7 +532,7 @@ def _check_files(path: str) -> None:
         "is missing: the checkpoint was not finished, or not copied whole",
         f"{shards} *.distcp files" + (", .metadata.tmp" if ".metadata.tmp" in entries else ""),
         "the .metadata that is written last",
-        "copy .metadata from where the checkpoint was written, or take an earlier checkpoint",
+        "copy .metadata from where the checkpoint was written, or use an earlier checkpoint",
     )
 
 

@@ -132,7 +132,7 @@ def _find_optimizer(metadata: DcpMetadata, own: set[str]) -> _SavedOptimizer:
     roots = {tuple(keys[: keys.index(_GROUPS)]) for keys in split if _GROUPS in keys}
     if len(roots) != 1:
         found = sorted(".".join(root) or "(top)" for root in roots)
-        problem = "holds more than one optimizer" if roots else "holds no optimizer with its groups"
+        problem = "contains more than one optimizer" if roots else "contains no optimizer with its groups"
         step = "give a checkpoint of one optimizer" if roots else "give the checkpoint that has the optimizer, too"
         raise origin.usage(problem, list_text(map(quote, found), empty="no param_groups"), "one optimizer", step)
     (root,) = roots

@@ -132,8 +132,8 @@ def find_chain(
     wanted = found[-1].facts.base_version
     if base is None or base_number not in (None, wanted):
         name, last = version_name(wanted), found[-1].path
-        what = f"{last} contains the changes of version {wanted}, and that is not there"
-        want = f"{name} beside it, or the model that it has been made of"
+        what = f"{last} contains the changes since version {wanted}, which is missing"
+        want = f"{name} in the same folder, or the model that it is based on"
         step = either(
             f"copy {name} into {os.path.dirname(places.absolute(last))}",
             f"give the model of version {wanted} with {option('base_model', metavar='DIR')}",
@@ -155,7 +155,7 @@ def _walk_back(path: str, siblings: Mapping[int, str]) -> Iterator[Version | str
         number = number_of(path)
         if number not in (None, facts.version):
             got, want = f"version {facts.version} in its index", f"version {number}"
-            problem = f"{path} has another version's name"
+            problem = f"{path} has the name of a different version"
             raise ContradictionError(problem, file=path, got=got, want=want, next_step=_COPY)
         yield Version(path, facts)
         before = siblings.get(facts.base_version)
@@ -170,7 +170,7 @@ def _check_states(chain: Chain) -> Chain:
     before, state = chain.base, None if known is None else known.state
     for version in chain.versions:
         if None not in (state, version.facts.base_state) and state != version.facts.base_state:
-            problem = f"{version.path} contains changes of other weights than those of {before}"
+            problem = f"{version.path} contains changes to different weights than those of {before}"
             want = f"{state}, the state of those"
             step = "copy all versions of one training run again from where they were written"
             got = f"base_state {version.facts.base_state}"
@@ -273,13 +273,13 @@ def _check_bodies(
             got = f"no such tensor in {base}" if shard is None or not len(shard.record) else "a tensor in pieces"
             if shard is not None and not prod(shard.shape):
                 got = "a tensor without an element"
-            step = "give the model that the version was made of"
+            step = "give the model that the version is based on"
             raise subject.contradiction("the base lacks this tensor", got, f"one of {len(shards)} tensors", step)
         nbytes = prod(shard.shape) * dtypes.dtype(shard.dtype).nbytes
         if size is not None and (size != nbytes if encoding == "xor" else size > 4 + 5 * nbytes):
             got = f"a body of {size:,} bytes, and {shard.dtype} {list(shard.shape)} in {base}"
-            step = "give the model that the version was made of"
-            raise subject.contradiction("the base has it in another size", got, f"{nbytes:,} bytes", step)
+            step = "give the model that the version is based on"
+            raise subject.contradiction("its size in the base is different", got, f"{nbytes:,} bytes", step)
         yield tensor.name, header.metadata[tensor.name]
 
 
@@ -298,7 +298,9 @@ def _read_sizes(header: SafetensorsHeader) -> Sequence[int | None]:
                 size = frame_content_nbytes(BytesIO(start))
             except DamagedBodyError as error:
                 subject = Subject(tensor.name, None, header.path)
-                raise subject.make(CorruptError, "its body is damaged", str(error), "a frame of zstd", _COPY) from error
+                raise subject.make(
+                    CorruptError, "its changes are damaged", str(error), "a frame of zstd", _COPY
+                ) from error
             found.append(None if size < 0 else size)
     return found
 
@@ -352,5 +354,5 @@ def choose_target(versions: Mapping[int, str], version: int | None) -> str:
     if number not in versions:
         got = list_text([version_name(one) for one in versions], 4)
         step = either(f"wait until it is written, then {AGAIN}", f"leave {option('version')} out")
-        raise IncompleteError(f"version {number} is not there", got=got, want=version_name(number), next_step=step)
+        raise IncompleteError(f"version {number} is missing", got=got, want=version_name(number), next_step=step)
     return versions[number]

@@ -111,7 +111,7 @@ def plugin_readers() -> tuple[Reader, ...]:
         if reader is not None:
             found.append(reader)
         else:
-            _logger.warning("the reader %s of the package %s does not load: %s", point.name, package, fault)
+            _logger.warning("the reader %s of the package %s fails to load: %s", point.name, package, fault)
     return tuple(found)
 
 
@@ -169,7 +169,7 @@ class _PluginReader:
             kind: type[XrankError] = XrankError
             next_step = f"report it to the authors of {self._package}, with its traceback"
             if isinstance(error, FileNotFoundError):
-                kind, next_step = IncompleteError, "bring the missing file"
+                kind, next_step = IncompleteError, "copy the missing file"
             elif isinstance(error, PermissionError):
                 kind, next_step = UsageError, "run as its owner, or let this user read it"
             raise kind(f"{path} cannot be read: {self._describe(error)}", file=path, next_step=next_step) from error
@@ -226,7 +226,7 @@ _KINDS = (
         "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
         ENGINE_PART,
     ),
-    _ForeignKind("a pointer of git-lfs in the place of a file", "fetch the files (git lfs pull)", magic=LFS_MAGIC),
+    _ForeignKind("a git-lfs pointer instead of a file", "fetch the files (git lfs pull)", magic=LFS_MAGIC),
     _ForeignKind("a graph of ONNX", _CONVERTED, r".*\.onnx(_data|\.data)?"),
     _ForeignKind(
         "a msgpack file of Flax",
@@ -295,11 +295,12 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
     if not small or not is_folder:
         return None
     return UnknownFormatError(
-        f"{path} contains small files of a model, and no weights",
+        f"{path} contains small files of a model, but no weights",
         file=path,
         got=list_text(small, 4),
-        want="a checkpoint, or the model's weights beside them",
-        next_step="give the folder with the weights; if this is where they belong, their download or save is not done",
+        want="a checkpoint, or the model's weights in the same folder",
+        next_step="give the folder with the weights; if this is where they belong, their download or save is not "
+        "finished",
     )
 
 
@@ -374,13 +375,13 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
             f"no format is called {format_name}",
             got=str(format_name),
             want=", ".join(known),
-            next_step=f"leave {option('format')} out: formats are recognised",
+            next_step=f"omit {option('format')}: formats are recognized automatically",
         )
     if format_name is not None:
         raise UnknownFormatError(
             f"{path} is not of the format {format_name}: {readers[0].recognise(path)}",
             file=path,
-            next_step=f"check the path, or leave {option('format')} out: formats are recognised",
+            next_step=f"check the path, or omit {option('format')}: formats are recognized automatically",
         )
     raise _unknown_format_error(path, listed, readers)
 
@@ -417,7 +418,7 @@ def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Se
         file=path,
         got="; ".join([*reasons, *(f"{place}, which xrank made" for place in made[:1])]),
         want="a checkpoint, a workspace or a model at the path, or up to two folders below",
-        next_step=f"check the path, or name {made[0]} itself" if made else "check the path",
+        next_step=f"check the path, or give {made[0]} itself" if made else "check the path",
     )
 
 
@@ -432,7 +433,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
             names = places.list_names(place) if chosen.reader.name in _WHOLE and places.is_folder(place) else []
             steps = sorted((int(step[1]), step[0]) for name in names if (step := _STEP.fullmatch(name)))
             newest = list_text((os.path.join(place, name) for _, name in reversed(steps)), 1)
-            note = f"the model in {place} itself is read; checkpoints lie there, too: {newest}"
+            note = f"the model in {place} itself is read; the folder also contains checkpoints: {newest}"
             return chosen._replace(notes=(("also-here", note),) if steps else ())
     found: list[_Found] = []
     passed: str | None = None
@@ -459,14 +460,14 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     if len(found) > 1:
         paths = " or ".join(place for place, _ in found[:10])
         raise UsageError(
-            f"{path} holds several sources",
+            f"{path} contains several sources",
             file=path,
             got=list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10),
             want="one",
             # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
-            next_step=f"gather each component by itself: give {paths} as the path"
+            next_step=f"gather each component separately: give {paths} as the path"
             if places.is_file(os.path.join(path, "model_index.json"))
-            else "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
+            else "if each is a stage of one model, gather each separately, put the outputs into one folder as "
             f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole model, "
             "give the path of one of them"
             if all(re.search(_STAGE, os.path.relpath(place, path)) for place, _ in found)
@@ -578,5 +579,5 @@ def _check_readable(path: str) -> None:
     except PermissionError:
         raise Origin(path).usage(
             "may not be read by this user",
-            next_step="run as its owner, let this user read it, or name the checkpoint's own folder",
+            next_step="run as its owner, let this user read it, or give the checkpoint's own folder",
         ) from None

@@ -169,7 +169,7 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
     if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
         raise held.of(name).make(
             CorruptError,
-            f"rank {held.rank} stored an expanded view, whose elements share bytes",
+            f"rank {held.rank} stored an expanded view, which has elements that share bytes",
             f"strides {list(held.strides)}",
             "strides of at least 1",
             "write the tensor with .contiguous()",
@@ -222,7 +222,7 @@ class Claims:
             raise prefix_error(error, name, held) from None
         if given is not None and _meaning(_as_seen_by(held.rank, given, recorded.mesh)) != _meaning(recorded):
             raise held.of(name).layout(
-                "its ranks recorded one layout, and the layout file gives another",
+                "the layout that its ranks recorded differs from the layout file",
                 f"{given} on {given.mesh.grid}",
                 f"{recorded} on {recorded.mesh.grid}",
                 "take the tensor's rule out of the layout file",
@@ -264,7 +264,7 @@ def _find_in_file(name: str, layouts: LayoutMap) -> Claim | None:
     try:
         rule, companion_rule = layouts.rule_for(name), layouts.companion_rule_for(name)
     except LayoutError as error:
-        error.about(next_step="write patterns into the layout file of which only one matches each name")
+        error.about(next_step="change the layout file's patterns: only one may match each name")
         raise
     if rule is not None and companion_rule is not None:
         got = f"{rule!r} and {companion_rule!r}"
@@ -372,14 +372,14 @@ def check_part(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None
         raise held.of(name).contradiction(*_left_out(held, claim), _CHECK)
     if part.sums:
         raise held.of(name).layout(
-            f"its ranks hold addends of a sum over {', '.join(part.sums)}, not values",
+            f"its ranks hold partial sums over {', '.join(part.sums)}, not values",
             str(claim),
             "parts or replicas",
             "reduce the tensor before it is saved",
         )
     if part.shape != held.shape:
         raise held.of(name).contradiction(
-            f"rank {held.rank}'s part has another shape than its layout gives it",
+            f"rank {held.rank}'s part does not have the shape that its layout gives",
             str(list(held.shape)),
             f"{list(part.shape)}, by {claim} of {list(shape)} on {claim.mesh.grid}",
             _CHECK,
@@ -421,8 +421,8 @@ _BLOCK_NBYTES = 4096
 _CHUNK_NBYTES = 1 << 20
 _MAX_ELEMENT_NBYTES = 8
 _CAUSE = (
-    "a crash leaves this if the data had not reached the disk. The format records no checksums, so these may also be "
-    "tensors of zeros: compare the file with another copy, or the tensors with an earlier step"
+    "a crash can cause this if the data had not reached the disk. The format records no checksums, so these may also "
+    "be tensors of zeros: compare the file with another copy, or the tensors with an earlier step"
 )
 
 
@@ -447,7 +447,7 @@ def note_zero_tails(model: StoredModel) -> Iterator[tuple[str, str]]:
         border = -(-start // _BLOCK_NBYTES) * _BLOCK_NBYTES
         # The last element before the border may end in zero bytes.
         if end - border >= _BLOCK_NBYTES and border - start < _MAX_ELEMENT_NBYTES:
-            lost = f"{path} ends in {end - border:,} bytes of zeros, which begin at a block's border"
+            lost = f"{path} ends in {end - border:,} bytes of zeros, which begin at a block boundary"
             yield "zero-blocks", f"{lost}: {_CAUSE}"
 
 
@@ -581,9 +581,9 @@ def place_companion(
         if failure is not None and not fitting:
             raise prefix_error(failure, name, first)
         raise first.of(name).layout(
-            f"the tensor from which it follows by {companion} has not exactly one possible shape",
+            f"{companion} does not determine the shape of its base tensor",
             f"a part of shape {list(first.shape)}; shapes that would fit: {sorted(map(list, fitting))[:4]}",
-            "one tensor, or several of one shape, from which it follows",
+            "one base tensor, or several with the same shape",
             "write rules for that tensor and for this one that match their names only",
         )
     ((base, found),) = fitting.items()
@@ -797,7 +797,7 @@ def _place_all(held: _Held, hints: Hints, world_size: int, *, waits: bool) -> Pl
     seen = set()
     for shard in shards:
         if shard.name in seen:
-            problem = "it lies in a flat buffer, and also in another one or by itself"
+            problem = "it is in a flat buffer, and also in another one or separate"
             raise Subject(shard.name).layout(problem, None, "each tensor in one place", "save only one of the two")
         seen.add(shard.name)
     # Each claim once: its ranks share it, and it counts the names of the whole model.
@@ -869,7 +869,7 @@ def _place(
         outside = [rank for rank in ranks if rank not in mesh.ranks]
         if not claim.is_recorded and (outside or max(mesh.ranks) >= world_size):
             raise Subject(name, outside[0] if outside else None).layout(
-                f"the layout file's mesh is not that of the {world_size} ranks that wrote a state",
+                f"the layout file's mesh does not match the {world_size} ranks that wrote a state",
                 f"{mesh.grid}, {ranks_text(mesh.ranks)}",
                 f"a mesh with {ranks_text(ranks)}, of {world_size}",
                 "correct the mesh of the layout file",
@@ -894,11 +894,11 @@ def _place(
     dims = ", ".join(("d0/tp", *(f"d{dim}" for dim in range(1, len(held[0].shape))))[: len(held[0].shape)])
     subject = held[0].of(name)
     raise subject.layout(
-        f"no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
+        f"no layout is recorded, so it is unknown how it is split over {ranks_text(h.rank for h in held)}",
         f"plain tensors of shape {_shapes_text(held)}",
         f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
         either(
-            "write DTensors, or their layouts beside them",
+            "write DTensors, or plain tensors with layouts",
             f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
             f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
             f"give {option('base_model', metavar='DIR')}",
@@ -935,12 +935,12 @@ def _place_by_base_shape(
                 nests.append(row_slice(shape, dim, start, h.shape[dim]))
                 start += h.shape[dim]
             # Ranks that FSDP2 and tensor parallelism cut along one dim have the same shapes in another order.
-            how = f"cut along dim {dim} over {ranks} in rank order; where two axes of the mesh cut it, only a layout "
+            how = f"split along dim {dim} over {ranks} in rank order; if two axes of the mesh split it, only a layout "
             return pieces_of(name, held, shape, nests), how + "file gives their order"
     subject = held[0].of(name)
     raise subject.layout(
-        "no layout is recorded, and more than one cut, or none, fits the base model's shape",
+        "no layout is recorded, and several splits, or none, fit the base model's shape",
         f"shapes {_shapes_text(held)} on {ranks}",
-        f"parts of {list(shape)}, whole or cut along one dim",
+        f"parts of {list(shape)}, whole or split along one dim",
         f"give {option('layouts', metavar='FILE')} with this tensor's layout",
     )

@@ -86,7 +86,7 @@ class Subject(Struct, frozen=True):
 def outside_error(path: str, entry: str, what: str = "metadata", *, next_step: str | None = None) -> UnsafeError:
     """Return the error for a file that names a place outside its folder, as only a tampered one does."""
     return UnsafeError(
-        f"{path} names a file outside its folder",
+        f"{path} lists a file outside its folder",
         file=path,
         got=quote(entry),
         want="names in the folder",
@@ -100,7 +100,7 @@ def absent_rank_error(
     """Return the error for ranks without a file: `file` and `rank` are the first one's, `who` names all in words."""
     name = os.path.relpath(file, folder)
     return IncompleteError(
-        f"{who} of {world_size} left no {name} in {folder}",
+        f"{who} of {world_size} wrote no {name} in {folder}",
         rank=rank,
         file=file,
         got=got,
@@ -427,5 +427,5 @@ def refuse_foreign_names(model: StoredModel) -> None:
             got="a name of code",
             want="names that frameworks write",
             next_step="have the file written again with tensors and plain values only, or, if you trust its writer, "
-            f"leave out {option('strict_pickles')}",
+            f"omit {option('strict_pickles')}",
         )

@@ -77,7 +77,7 @@ def read_metadata(folder: str) -> tuple[int | None, dict[str, ItemMetadata]]:
     value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", fault))
     if value["version"].text() != _VERSION:
         raise origin.usage(
-            "was written by another version of torch_checkpointing",
+            "was written by a different version of torch_checkpointing",
             quote(value["version"].text()),
             _VERSION,
             "load it with torch_checkpointing and save it again",
@@ -122,7 +122,7 @@ class _Parser:
                 saved = group["sharding_metadata"]
                 if saved["type"].text() != _DTENSOR:
                     raise self._origin.usage(
-                        f"{quote(name)}: no reader knows how its parts were cut",
+                        f"{quote(name)}: no reader knows how its parts were split",
                         quote(saved["type"].text()),
                         _DTENSOR,
                         "load it with torch_checkpointing and save DTensors or plain tensors",
@@ -134,7 +134,7 @@ class _Parser:
 
     def _name(self, place: str) -> str:
         """Return the name of a tensor by its place, a list of keys as JSON."""
-        problem = f"names a tensor by {quote(place)}, not by a list of keys as JSON"
+        problem = f"lists a tensor as {quote(place)}, not as a list of keys in JSON"
         parts = Entry.parse(place, lambda fault: self._origin.corrupt(problem, fault)).entries()
         if not parts:
             raise self._origin.corrupt(problem)
@@ -321,7 +321,7 @@ class TorchCheckpointingReader:
         model = describe_rank_files(self.name, path, found.listed, files, hints)
         notes = list(model.notes)
         if found.others:
-            notes.append(("left-out", f"items beside {found.item} were left out: {list_text(found.others)}"))
+            notes.append(("left-out", f"items other than {found.item} were left out: {list_text(found.others)}"))
         return replace(model, notes=tuple(notes), details={**model.details, "item": found.item})
 
 
@@ -339,7 +339,7 @@ def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
     for name, (dtype, shape) in kinds.items():
         cut = cuts[name]
         if (dtype, shape) != (cut.dtype, cut.shape):
-            problem = f"{METADATA} and {file.archive.path} record another type or shape"
+            problem = f"{METADATA} and {file.archive.path} record different types or shapes"
             want = f"{cut.dtype} {list(cut.shape)}, as in {METADATA}"
             raise file.of(name).contradiction(problem, f"{dtype} {list(shape)}", want)
     parts = {
@@ -363,7 +363,7 @@ def _limit_hints(found: ModelFiles, hints: Hints) -> Hints:
         return hints
     file = next(iter(found.listed.by_rank.values()))
     raise Origin(file).layout(
-        f"holds a rank's elements of tensors, and no {METADATA} records how they were cut",
+        f"contains a rank's elements of tensors, and no {METADATA} records how they were split",
         f"safetensors files of {plural(num_ranks, 'rank')}",
         f"{METADATA}, or a layout file{', or a base model' if num_ranks == 1 else ''}",
         either(

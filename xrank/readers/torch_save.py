@@ -101,8 +101,8 @@ def _select_part(
     if len(paths) < len(leaves):
         raise Origin(archive.path).usage(
             "two of its values have one name",
-            want="keys of which no two, joined by dots, are equal",
-            next_step="save the model's state_dict() alone",
+            want="keys that are different when joined by dots",
+            next_step="save only the model's state_dict()",
         )
     shapes = {name: leaf.shape for name, path in paths.items() if isinstance(leaf := leaves[path], ArchivedTensor)}
     values = [name for name in paths if name not in shapes]
@@ -268,18 +268,18 @@ def _read_parts(path: str, folder: str, names: Sequence[str], num_others: int, h
     epochs = sorted({epoch for _, epoch in numbers.values()}, key=int)
     if len(epochs) > 1:
         raise Origin(folder).usage(
-            f"holds the models of {len(epochs)} epochs",
+            f"contains the models of {len(epochs)} epochs",
             list_text(names, 10),
             "the files of one epoch",
-            f"copy all files of one epoch, such as hf_model_*_{epochs[-1]}.pt, and config.json into a "
-            "folder of their own, and give its path",
+            f"copy all files of one epoch, such as hf_model_*_{epochs[-1]}.pt, and config.json into a separate "
+            f"folder, and give its path",
         )
     present = {number for number, _ in numbers.values()}
     missing = min(set(range(1, max(present))) - present, default=None)
     if missing is not None:
         name = f"hf_model_{missing:04d}_{epochs[0]}.pt"
         raise IncompleteError(
-            f"another file's name implies {name}, which is not in {folder}",
+            f"the name of a different file implies {name}, which is missing in {folder}",
             file=os.path.join(folder, name),
             got=list_text(names, 10),
             want=f"the parts 1 to {max(present)}",
@@ -287,7 +287,7 @@ def _read_parts(path: str, folder: str, names: Sequence[str], num_others: int, h
         )
     states = [select_state(read_archive(os.path.join(folder, name)), hints.part) for name in names]
     choose_tensors(folder, ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors))
-    notes = [("left-out", f"{plural(num_others, 'file')} beside the model's own left out")] if num_others else []
+    notes = [("left-out", f"{plural(num_others, 'file')} next to the model's own left out")] if num_others else []
     return describe_states(TorchSaveReader.name, path, states, hints, notes)
 
 
@@ -341,7 +341,7 @@ def _make_slice_error(path: str, got: str) -> UsageError:
     return Origin(path).usage(
         "is one of several slices of a model",
         got,
-        "consolidated.00.pth alone: a model that is not sliced",
+        "only consolidated.00.pth: a model that is not sliced",
         "gather the model in Hugging Face's form, or convert these files with transformers' "
         "convert_llama_weights_to_hf.py",
     )
@@ -380,7 +380,7 @@ class BinFolderReader:
         models = [name for name in names if not is_one_of_several(name)]
         if index is None and models and len(names) > 1:
             step = f"give the path of one of them, such as {os.path.join(folder, models[0])}"
-            raise Origin(folder).usage("holds more than one model", list_text(names, 10), "one", step)
+            raise Origin(folder).usage("contains more than one model", list_text(names, 10), "one", step)
         states = [select_state(read_archive(os.path.join(folder, file)), hints.part) for file in names]
         held = ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors)
         place_of, notes = choose_tensors(folder, held, index)

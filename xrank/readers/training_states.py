@@ -62,7 +62,7 @@ def read_training_state(path: str, *, part: str | None = None) -> TrainingState:
             around, name = os.path.split(places.absolute(where))
             return _add_files(state, around if MODEL_FOLDER.fullmatch(name) else where)
     raise Origin(place.path).usage(
-        "holds no training state that is converted",
+        "contains no training state that can be converted",
         f"the format {place.reader.name}",
         f"one of {', '.join(_READERS)}",
         "give the checkpoint of the trainer itself, with the optimizer's state",
@@ -98,6 +98,6 @@ def _add_files(state: TrainingState, folder: str) -> TrainingState:
         values["global_steps"] = steps
         # Trainers count the steps that a loss scaler skips.
         if done > steps or (done < steps and "scaler" not in values and not values.get("skipped_steps")):
-            problem, want = "belongs to another step than the optimizer", f"{done:.0f} steps of Adam"
+            problem, want = "belongs to a different step than the optimizer", f"{done:.0f} steps of Adam"
             raise Origin(path).contradiction(problem, f"global_step {steps}", want)
     return replace(state, values=values, left_out=tuple(left_out))

@@ -49,14 +49,14 @@ def list_parts(folder: str) -> RankParts:
         place = (0, int(match[1])) if match[1] is not None else (int(match[2]), int(match[3]))
         found.setdefault(place, {})[int(match[4])] = os.path.join(folder, match[0])
     if len({match[1] is None for match in matches}) > 1:
-        problem = "holds files with and without pipeline stages"
+        problem = "contains files with and without pipeline stages"
         got = "model-rank-* and model-pp-*"
         raise Origin(folder).contradiction(problem, got, "the files of one save", ONE_SAVE)
     num_stages, tp_size = (max(place[axis] for place in found) + 1 for axis in (0, 1))
     cells = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
     missing = [number for number, place in enumerate(cells) if place not in found]
     if missing:
-        problem = f"{ranks_text(missing)} of {len(cells)} left no file"
+        problem = f"{ranks_text(missing)} of {len(cells)} wrote no file"
         got = f"files of {ranks_text(set(range(len(cells))) - {*missing})}"
         step = "copy the missing files from the nodes that saved them"
         raise Origin(folder, missing[0]).incomplete(problem, got, f"files of each of {len(cells)} ranks", step)
@@ -64,7 +64,7 @@ def list_parts(folder: str) -> RankParts:
         parts = found[place]
         if len(parts) <= max(parts):
             absent = sorted(set(range(max(parts))) - {*parts})
-            problem = f"rank {number} left no part {numbers_text(absent)}"
+            problem = f"rank {number} wrote no part {numbers_text(absent)}"
             got = f"parts {numbers_text(parts)}"
             step = "copy the missing files from the node that saved them"
             raise Origin(folder, number).incomplete(problem, got, f"parts 0-{max(parts)}", step)
@@ -108,7 +108,7 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
     """Return the sizes in a model's config."""
     if config.get("model_type") not in MODEL_TYPES:
         raise Origin(folder).layout(
-            f"it is unknown how vLLM cuts the parameters of model_type {config.get('model_type')!r}",
+            f"it is unknown how vLLM splits the parameters of model_type {config.get('model_type')!r}",
             repr(config.get("model_type")),
             f"model_type {', '.join(MODEL_TYPES)}",
             _ELSEWHERE,
@@ -122,7 +122,7 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
     found["vocab_size"] = config.get("vocab_size")
     for key, size in found.items():
         if type(size) is not int or size < 1:
-            problem = f"config.json gives no {key}, which determines how parameters were cut"
+            problem = f"config.json gives no {key}, which determines how parameters were split"
             raise Origin(folder).layout(problem, repr(size), f"a number for {key}", f"{_FIX}, then {AGAIN}")
     num_heads, num_kv_heads, head_dim, vocabulary = found.values()
     sizes = Sizes(num_heads, num_kv_heads, head_dim, vocabulary, tp_size)
@@ -155,7 +155,7 @@ def split_parameter(name: str, held: HeldTensor, sizes: Sizes) -> Iterator[tuple
         # More ranks would have fewer rows each.
         raise held.of(name).make(
             IncompleteError if held.shape[0] < rows else ContradictionError,
-            f"rank {held.rank} has another number of rows than config.json gives each of {sizes.tp_size} ranks",
+            f"rank {held.rank} does not have the number of rows that config.json gives each of {sizes.tp_size} ranks",
             f"{held.shape[0]} rows",
             f"{rows} rows",
             f"copy the files of missing ranks into the folder; if all are there, {_FIX}",
@@ -216,7 +216,7 @@ class VllmReader:
         _refuse_kernel_forms(path, ranks)
         _check_copies(listed, ranks, records)
         if hints.config is None:
-            problem = "only the model's config.json determines how vLLM cut its parameters"
+            problem = "only the model's config.json determines how vLLM split its parameters"
             want = "the config.json that the engine loaded"
             raise Origin(path).layout(problem, "no config.json", want, f"put it into {path}, then {AGAIN}")
         sizes = read_sizes(hints.config, listed.tp_size, path)
@@ -232,11 +232,11 @@ class VllmReader:
             held = {_EMBEDDING if name == _HEAD else name: parts for name, parts in held.items()}
         placement = place_all(held.items, replace(hints, layouts=None, shapes={}), world_size=len(ranks))
         recipe = _prove({shard.name: shard.shape for shard in placement.shards}, path, hints)
-        text = f"shapes, which vLLM does not record, are by config.json's sizes those of {recipe}"
+        text = f"vLLM does not record shapes; those of {recipe} with the sizes in config.json are used"
         notes = [NO_CHECKSUMS, ("inferred-shapes", text)]
         left_out = sum(_SCALE.fullmatch(name) is not None for name in ranks[0])
         if left_out:
-            text = f"{plural(left_out, 'scale')} of the engine's attention on each rank, no weights"
+            text = f"{plural(left_out, 'scale')} of the engine's attention on each rank left out: not weights"
             notes.append(("left-out", text))
         return StoredModel(
             format=self.name,
@@ -303,7 +303,7 @@ def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Reco
         if other is not held:
             got = f"the same {len(start):,} first bytes as in {other.file}"
             origin, from_origin = (Origin(one.file, one.rank) for one in (held, other))
-            raise copied_error(origin, from_origin, got, "columns of its own")
+            raise copied_error(origin, from_origin, got, "its own columns")
 
 
 def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:
@@ -320,7 +320,7 @@ def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:
         raise Origin(folder).usage(problem, experts, "a model without experts", _ELSEWHERE, tensor=experts)
     if _EMBEDDING in names and not any(name.endswith(_BY_COLUMNS) for name in names):
         raise Origin(folder).usage(
-            "holds no linear layer: vLLM packs them on a CPU, and does not save packed layers",
+            "contains no linear layer: vLLM packs them on a CPU, and does not save packed layers",
             list_text(sorted(name for name in names if not _SCALE.fullmatch(name)), 3),
             "parameters such as model.layers.0.self_attn.o_proj.weight",
             _ELSEWHERE,
@@ -336,7 +336,7 @@ def _prove(shapes: Mapping[str, tuple[int, ...]], folder: str, hints: Hints) -> 
         raise
     if recipe is None:
         raise Origin(folder).layout(
-            "no recipe knows all of its tensors, so that nothing proves their shapes",
+            "no recipe has all of its tensors, so their shapes cannot be proven",
             list_text(shapes, 3),
             "tensors of a model type whose sizes a recipe knows",
             _ELSEWHERE,

@@ -66,7 +66,7 @@ def check_run(path: str, states: Sequence[SavedState], faults: Faults = RAISING)
     ours, *others = leading
     if others:
         raise ContradictionError(
-            f"{path} holds states of different runs",
+            f"{path} contains states of different runs",
             rank=others[0][0].rank,
             file=others[0][0].archive.path,
             got="; ".join(f"{_ranks(group)}: {run_text(group[0])}" for group in leading),
@@ -94,14 +94,14 @@ def check_run(path: str, states: Sequence[SavedState], faults: Faults = RAISING)
             step, error = f"let rank {rank} write again, or copy its file again", faults.files.get(origin.path)
             if error is None and rank in strange:
                 got, want = (run_text(state) for state in (strange[rank], ours[0]))
-                error = origin.contradiction("is of another run or step", got, want, step)
+                error = origin.contradiction("belongs to a different run or step", got, want, step)
             faults.lose(error or origin.incomplete("is missing", None, "the rank's state", step), origin.path)
         return ours, world_size
     # Formatted from the gaps alone, because a damaged record may claim any number of ranks.
     text = runs_text(missing)
     names = f"rank {text}" if text.isdecimal() else f"ranks {text}"
     raise IncompleteError(
-        f"{names} of {world_size} left nothing in {path} ({run_text(ours[0])})",
+        f"{names} of {world_size} wrote nothing in {path} ({run_text(ours[0])})",
         rank=missing[0][0],
         file=os.path.join(path, state_file_name(missing[0][0])),
         got="; ".join([_ranks(ours), *foreign]),
@@ -133,7 +133,7 @@ class WorkspaceReader:
         found = sorted(rank for rank in map(rank_of, entries) if rank is not None)
         if not found:
             raise IncompleteError(
-                f"no rank left a state in {path}",
+                f"no rank wrote a state in {path}",
                 file=path,
                 want="rank_<r>_state.pth files",
                 next_step="check the path, or let the ranks write with NFSWorkspace",
@@ -160,13 +160,13 @@ class WorkspaceReader:
         first = states[0].record
         notes = placement.notes
         if placement.num_pads:
-            notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
+            notes.append(("padding", f"{placement.num_pads} parts are padding by their names, and are left out"))
         notes += records.notes()
         if first is None:
             text = "the states record no run, world size or layout; a missing last rank can't be seen"
             notes.append(("no-record", text))
         elif first.run_id is None:
-            text = "the states record no run id; states of two runs could not be told apart by it"
+            text = "the states record no run id, so states of two runs cannot be distinguished"
             notes.append(("no-run-id", text))
         return StoredModel(
             format="workspace",
@@ -246,7 +246,7 @@ def _common_config(states: Sequence[SavedState], faults: Faults) -> Mapping[str,
                 f"ranks {first.rank} and {state.rank} disagree about {place}",
                 f"{ours} on rank {state.rank}",
                 f"{theirs}, as on rank {first.rank}",
-                f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
+                f"give {option('base_model')} (its config.json is used), or let all ranks write one config",
             )
             faults.add(error)
             return None
@@ -257,7 +257,7 @@ def _common_config(states: Sequence[SavedState], faults: Faults) -> Mapping[str,
             f"the ranks' config cannot be written as config.json: {error}",
             str(error),
             "text keys, and values that JSON supports",
-            f"give {option('base_model')}, whose config.json wins, or let all ranks write a config of plain values",
+            f"give {option('base_model')} (its config.json is used), or let all ranks write a config of plain values",
         ) from None
     return first.config or None
 

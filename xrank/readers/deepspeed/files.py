@@ -46,7 +46,7 @@ class Unread(Struct, frozen=True):
 SLICES = Unread(
     "slices of tensor-parallel ranks",
     "a map of how each tensor was sliced",
-    "convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
+    "convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather the result",
 )
 UNIVERSAL_STAGES = Unread(
     "the universal checkpoints of pipelines",
@@ -55,7 +55,7 @@ UNIVERSAL_STAGES = Unread(
 )
 AUTO_EXPERTS = Unread(
     "the experts of AutoEP",
-    "each expert's shards put together",
+    "the joined shards of each expert",
     "load it in a job of as many ranks, and call xrank.export_model on each of them, with a state dict that has its "
     "experts under their numbers in the whole model",
 )
@@ -161,14 +161,14 @@ def resolve_folder(path: str) -> str:
     markers = [marker for marker in _MARKERS if places.is_present(os.path.join(path, marker))]
     if not markers:
         raise Origin(path).incomplete(
-            "holds no DeepSpeed checkpoint",
+            "contains no DeepSpeed checkpoint",
             want="*_optim_states.pt and *_model_states.pt files, or a latest that names their folder",
             next_step="check the path",
         )
     tags = {marker: _tag_of(os.path.join(path, marker)) for marker in markers}
     if len(markers) > 1:
         raise Origin(path).usage(
-            "holds two checkpoints, a plain and a universal one",
+            "contains two checkpoints, a plain and a universal one",
             " and ".join(tags.values()),
             "one",
             f"give the path of one of them, such as {os.path.join(path, tags[markers[0]])}",
@@ -305,7 +305,7 @@ def read_table(
     own, saved = parse_owner(os.path.basename(path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
         raise origin.contradiction(
-            "is another file, renamed or copied",
+            "is a different file, renamed or copied",
             f"a file saved as {archive.name}.pt",
             f"a file saved as {os.path.basename(path)}",
             "copy both files again from where they were saved",
@@ -433,7 +433,7 @@ def read_model_state(path: str, rank: int | None = None, families: PickleFamilie
     num_experts = _num_experts(state.get("num_experts"), origin)
     own = {name for name in tensors if num_experts and EXPERT_NAME.search(name)}
     if own:
-        raise origin.corrupt("contains experts, which lie in files of their own", quote(min(own)))
+        raise origin.corrupt("contains experts, which belong into separate files", quote(min(own)))
     buffers = state.get("buffer_names") or ()
     buffers = sorted(buffers) if isinstance(buffers, set) else buffers
     if not isinstance(buffers, (list, tuple)) or not all(isinstance(name, str) for name in buffers):
@@ -525,7 +525,7 @@ def read_partition(path: str, rank: int, families: PickleFamilies | None = None)
     flats = optimizer.get("fp32_flat_groups" if is_interleaved else "single_partition_of_fp32_groups")
     if flats is None:
         raise origin.usage(
-            "holds no fp32 weights",
+            "contains no fp32 weights",
             list_text(map(quote, optimizer), 8),
             "fp32_flat_groups or single_partition_of_fp32_groups",
             "gather a checkpoint that a ZeRO optimizer saved",

@@ -97,7 +97,7 @@ def read_experts(files: CheckpointFiles, state: ModelState) -> Experts:
             match = EXPERT_NAME.search(name)
             if match is None or int(match[0]) != number:
                 raise origin.contradiction(
-                    f"contains a tensor of another expert than {number}: {quote(name)[1:-1]}",
+                    f"contains a tensor that does not belong to expert {number}: {quote(name)[1:-1]}",
                     name,
                     f"names with deepspeed_experts.{number}.",
                     "copy the experts' files again from where they were saved",
@@ -168,7 +168,7 @@ def locate_trained_experts(
                 own = _global_name(name, place, num_groups, experts, first.origin)
                 shape = shapes_of_experts.get(own)
                 if EXPERT_NAME.search(own) is not None and shape != shard.shape:
-                    problem = f"records another shape of {own} than the expert's file"
+                    problem = f"records a different shape of {own} than the expert's file"
                     want = "a tensor in the expert's file" if shape is None else str(list(shape))
                     raise first.origin.contradiction(problem, str(list(shard.shape)), want, tensor=own)
                 found[own] = replace(shard, name=own, rank=int_array(ranks)[shard.rank])
@@ -301,9 +301,10 @@ def _check_tied_copies(layers: Sequence[Layer], prefixes: Mapping[int, str]) -> 
             if name in other.tensors and _differs(layer, tensor, other, other.tensors[name]):
                 full = prefixes[layer.number] + name
                 problem = (
-                    f"contains other values of {full} than {other.origin.path}: its pipeline ties other tensors alone"
+                    f"contains different values of {full} than {other.origin.path}: its pipeline ties only other "
+                    f"tensors"
                 )
-                step = "give each layer a key of its own, or tie the tensor (tied_weight_attr), and save again"
+                step = "give each layer its own key, or tie the tensor (tied_weight_attr), and save again"
                 raise layer.origin.usage(problem, f"two tensors named {full}", "one", step)
 
 
@@ -361,7 +362,7 @@ def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement
     notes = []
     if absent := [number for number in range(max(layers, default=0)) if number not in layers]:
         text = f"{plural(len(absent), 'layer')} without a file: {numbers_text(absent)}"
-        lost = f"{text}. Functions and tied layers leave none; any other file must be copied, too"
+        lost = f"{text}. Functions and tied layers have none; copy every other missing file, too"
         notes.append(("absent-layers", lost))
     for stage, (state, partitions) in enumerate(zip(states, stages, strict=True)):
         if partitions is None:
@@ -389,7 +390,7 @@ def _read_states(files: CheckpointFiles, agreement: Agreement) -> list[ModelStat
     for state in states.values():
         agreement.add(state.facts, state.origin)
         if not state.is_stage:
-            raise SLICES.make_error(state.origin, "a module beside the files of a pipeline's layers")
+            raise SLICES.make_error(state.origin, "a module in addition to the files of a pipeline's layers")
     num_slices = first.facts.get("checkpoint_parallel_dimensions.tp_degree")
     num_stages = first.facts.get("mp_world_size")
     if type(num_slices) is int and num_slices > 1:
@@ -439,7 +440,7 @@ def _trained_names(
                     raise state.origin.contradiction(
                         f"trains {name}, which an earlier stage trains, too",
                         str(list(shape)),
-                        f"layers of its own, or a tied layer of equal shape (there: {list(other or ())})",
+                        f"its own layers, or a tied layer of equal shape (there: {list(other or ())})",
                         ONE_SAVE,
                         tensor=name,
                     )
@@ -487,7 +488,7 @@ def locate_universal(
     # torch calls an archive by its file's name, or "archive" if it was saved into a stream.
     if archive.name not in (kind, "archive"):
         got, want = f"a file saved as {quote(archive.name)}", f"a file saved as {kind}.pt"
-        raise origin.contradiction("is another file, renamed or copied", got, want, _CONVERT, tensor=name)
+        raise origin.contradiction("is a different file, renamed or copied", got, want, _CONVERT, tensor=name)
     if not isinstance(tensor, ArchivedTensor):
         raise origin.corrupt("contains no tensor", type(tensor).__name__, "a tensor, or a dict with param")
     # ds_to_universal.py cuts the padding off a `vocab_tensor`, so its rows may be fewer than the model states'.
@@ -498,7 +499,7 @@ def locate_universal(
     elif tensor.shape == shape or is_sliced or (entry.get("vocab_tensor") is True and tensor.shape[1:] == shape[1:]):
         final = tensor.shape
     else:
-        problem = f"{path} has another shape than the model states record"
+        problem = f"{path} does not have the shape that the model states record"
         subject = Subject(name, None, path)
         raise subject.contradiction(problem, str(list(tensor.shape)), str(list(shape)), _CONVERT)
     held = HeldTensor.from_archive(tensor, rank=0, file=path, record=records.add_archive(archive)(tensor.key))
@@ -540,7 +541,7 @@ def check_same_step(
         in_f32 = (np.float32(count).tobytes() for count in wanted if abs(count) < 1 << 63)
         if not {f"F32 of CRC {zlib.crc32(each):08x}" for each in in_f32} & {*map(str, recorded)}:
             problem = f"the optimizer has not taken the {step:,} steps of the model states"
-            notes.append(("another-step", f"{problem}: it was begun anew, or its files are of another step"))
+            notes.append(("another-step", f"{problem}: it was restarted, or its files belong to a different step"))
     return tuple(notes)
 
 
@@ -564,7 +565,7 @@ def assemble(
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found and name not in absent:
             error = state.origin.contradiction(
-                f"names {name}, but the checkpoint contains no weights of it",
+                f"lists {name}, but the checkpoint contains no weights of it",
                 "an empty tensor" if name in state.module else "nothing",
                 "trained weights in a partition, a frozen piece, or a tie to another parameter",
                 "save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
@@ -629,7 +630,7 @@ def read_content(files: CheckpointFiles, records: Records, faults: Faults = RAIS
     if files.is_universal:
         if files.partitions:
             first = next(iter(files.partitions.values()))
-            problem = "lies beside a universal checkpoint"
+            problem = "is next to a universal checkpoint"
             raise Origin(first).contradiction(problem, "zero/ and *_optim_states.pt", "one of both", ONE_SAVE)
         num_ranks = len(files.rank_models)
         if num_ranks:
@@ -710,7 +711,7 @@ def _check_dp_size(state: ModelState, partitions: Partitions | None) -> None:
     num_ranks, origin = state.facts.get("dp_world_size"), state.origin
     if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
         raise origin.contradiction(
-            "belongs to a run of another size than the partitions",
+            "belongs to a run with a different number of ranks than the partitions",
             f"dp_world_size {num_ranks}",
             f"{len(partitions.all)}, the number of partitions",
             "all files must come from one save; runs with MiCS, whose partitions repeat, are not read",
@@ -772,7 +773,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
         missing = sorted(set(range(num_slices)) - set(files.models))
         name = f"mp_rank_{missing[0] if missing else max(files.models):02d}_model_states.pt"
         raise Origin(os.path.join(files.folder, name)).incomplete(
-            f"is missing, or there are files of more slices than {num_slices}",
+            f"is missing, or there are files of more than {num_slices} slices",
             f"{len(files.models)} slices",
             f"{num_slices}",
             "copy the folder again from where it was made",
@@ -783,7 +784,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
             f"{name}: universal checkpoints of several slices do not record how buffers, ties and frozen parameters "
             "were sliced",
             f"{num_slices} slices",
-            "one, or trained parameters alone",
+            "one slice, or only trained parameters",
             "save from a run without tensor parallelism",
             tensor=name,
         )

@@ -51,7 +51,9 @@ def read_deepspeed_state(path: str, hints: Hints) -> TrainingState:
     if content.num_stages > 1 or content.num_experts:
         what = "a pipeline" if content.num_stages > 1 else "a model with experts"
         problem, want = f"is the training state of {what}, which is not converted", "a model in whole modules"
-        raise origin.usage(problem, what, want, "continue it on as many ranks; xrank gather takes the model alone")
+        raise origin.usage(
+            problem, what, want, "continue on the same number of ranks; xrank gather writes only the model"
+        )
     facts = content.modules.state.facts
     # deepspeed/runtime/engine.py: _configure_basic_optimizer: Adam is AdamW, too, unless its options deny it.
     named = str(facts.get("ds_config.optimizer.type", "")).lower()
@@ -70,7 +72,7 @@ def read_deepspeed_state(path: str, hints: Hints) -> TrainingState:
     step, skipped = (facts.get(key) for key in ("global_steps", "skipped_steps"))
     counts = {step, step - skipped} if isinstance(step, int) and isinstance(skipped, int) else {step}
     if steps and step is not None and max(steps.values()) not in counts:
-        problem, want = "is of another step than the optimizer", f"{max(steps.values()):.0f} steps of Adam"
+        problem, want = "belongs to a different step than the optimizer", f"{max(steps.values()):.0f} steps of Adam"
         raise content.modules.state.origin.contradiction(problem, f"global_steps {step}", want)
     return make_training_state(
         replace(stored, shards=(*stored.shards, *shards)),
@@ -111,7 +113,7 @@ def _read_partitions(files: CheckpointFiles, content: Content, records: Records)
             flats = [tensor for each in own if isinstance(tensor := each.get(kind), ArchivedTensor)]
             if len(flats) < len(own):
                 problem, want = f"lacks {kind} of some groups", f"{len(own)} groups, as of the fp32 weights"
-                step = "take a checkpoint whose save finished"
+                step = "use a checkpoint with a finished save"
                 raise partition.origin.incomplete(problem, f"{len(flats)} groups", want, step)
             rows.add(rank, flats, records.add_archive(partition.archive), partition.origin)
         try:

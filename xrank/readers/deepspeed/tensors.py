@@ -188,7 +188,7 @@ def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mappi
         shape = shapes.get(name)
         if shape is None or prod(shape) != numel:
             raise origin.contradiction(
-                f"its partition has another size of {name} than the model states",
+                f"the size of {name} in its partition differs from the model states",
                 f"{numel:,} elements",
                 "a tensor in the model states" if shape is None else f"{prod(shape):,}, of {list(shape)}",
                 tensor=name,
@@ -308,7 +308,7 @@ def read_partitions(
             continue
         if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
             got, want = f"{len(partition.flats)} groups", f"{len(first.flats)} groups, as in {first.origin.path}"
-            raise partition.origin.contradiction("has other groups than rank 0", got, want)
+            raise partition.origin.contradiction("has different groups than rank 0", got, want)
         agreement.add(partition.facts, partition.origin)
         rows.add(rank, partition.flats, records.add_archive(partition.archive), partition.origin)
         partitions.append(partition)
@@ -480,7 +480,7 @@ def read_whole_modules(path: str, records: Records, agreement: Agreement) -> Mod
             raise _shape_error(name, shards[name].shape, shape, state.origin)
     notes = []
     if untrained and trained:
-        notes.append(("not-trained", f"{untrained} parameters have no fp32 weights; they are taken as they are stored"))
+        notes.append(("not-trained", f"{untrained} parameters have no fp32 weights; their stored values are used"))
     return Modules(state, shards, shared, (*notes, *_notes(state)), tuple(state.module))
 
 
@@ -522,7 +522,7 @@ def _shape_error(name: str, got: Shape, want: Shape, origin: Origin) -> Contradi
 def _notes(state: ModelState) -> list[tuple[str, str]]:
     notes = []
     if state.num_others:
-        notes.append(("no-tensors", f"{state.num_others} entries of the state dict are no tensors, and are left out"))
+        notes.append(("no-tensors", f"{state.num_others} entries of the state dict are not tensors, and are left out"))
     absent = [name for name in state.buffer_names if name not in state.module]
     if absent:
         notes.append(("absent-buffers", f"{len(absent)} buffers are in no state dict, such as {absent[0]}"))
@@ -622,7 +622,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     placeholder = state.module.get(name)
     if placeholder is not None and dtype(placeholder.dtype).is_float and not dtype(fragment.dtype).is_float:
         step = "save again without zero_quantized_nontrainable_weights"
-        problem = f"stores the frozen parameter {name} quantised"
+        problem = f"stores the frozen parameter {name} quantized"
         raise origin.usage(problem, fragment.dtype, placeholder.dtype, step)
     return fragment
 

@@ -40,7 +40,7 @@ from xrank.words import list_text
 
 _PACKAGE = "torch.distributed."
 _MAX_DIMENSIONS = 64
-_STATE_DICT = "save the model's state_dict() alone"
+_STATE_DICT = "save only the model's state_dict()"
 
 
 class Wrapper(Struct, frozen=True):
@@ -128,7 +128,7 @@ def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> A
     if not isinstance(value, ArchivedTensor):
         raise inert_error(value, origin, f"{name}: the rank's part")
     if value.dtype != dtype:
-        raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", value.dtype, dtype)
+        raise origin.corrupt(f"{name}: the type of the rank's part differs from the tensor's", value.dtype, dtype)
     return value
 
 
@@ -303,7 +303,8 @@ class DTensors:
         kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
         placement = build_placement(kind, fields)
         if placement is None:
-            problem, got = f"{name}: no layout can express one of its placements", quote(kind or type(value).__name__)
+            problem = f"{name}: one of its placements cannot be expressed as a layout"
+            got = quote(kind or type(value).__name__)
             step = "redistribute the tensor to Shard or Replicate before it is saved"
             raise self._origin.layout(problem, got, "Shard, Replicate or _StridedShard", step, tensor=name)
         return placement

@@ -343,7 +343,7 @@ class _RanksReader:
         # A copy under another rank's name still has the name under which it was saved.
         if saved_as != stem + suffix and self.pattern.fullmatch(saved_as):
             raise ContradictionError(
-                f"{Origin(path, rank).name} was saved under another name",
+                f"{Origin(path, rank).name} was saved under a different name",
                 rank=rank,
                 file=path,
                 got=saved_as,
@@ -364,7 +364,7 @@ class _RanksReader:
             if match is not None:
                 groups.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
         if not groups:
-            raise Origin(folder).incomplete("holds no rank's file", None, self.example, "check the path")
+            raise Origin(folder).incomplete("contains no rank's file", None, self.example, "check the path")
         return groups
 
 
@@ -387,7 +387,7 @@ class VerlReader(_RanksReader):
             file = next(iter(worlds[max(worlds)].values())) if is_odd else os.path.join(path, _VERL_CONFIG)
             got = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
             got += f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""
-            problem = "belongs to another run than other files beside it"
+            problem = "belongs to a different run than other files in the folder"
             raise Origin(file).contradiction(problem, got, "one world size", _OTHER_RUN)
         ((world_size, by_rank),) = worlds.items()
         others = sorted(filter(_VERL_OTHERS.fullmatch, places.list_names(path)))
@@ -511,7 +511,7 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles, faults: Faults
     expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
     for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):
         got = f"{size} ranks, by its tensors"
-        error = file.origin.contradiction("belongs to a run of another size", got, f"{expected} ranks")
+        error = file.origin.contradiction("belongs to a run with a different number of ranks", got, f"{expected} ranks")
         faults.lose(error, file.archive.path)
     world_size = max(expected, len(files))
     listed.check(world_size, faults)

@@ -72,7 +72,7 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
         return None
     path = os.path.join(folder, whole)
     raise Origin(folder).usage(
-        f"holds more than one model: {whole}, and the files of {name}",
+        f"contains more than one model: {whole}, and the files of {name}",
         f"{whole}, {list_text(others)}",
         "one",
         f"give the path of the file {path}, which transformers loads, or move that file to another folder",
@@ -83,13 +83,13 @@ def stale_index_notes(folder: str, name: str, index: WeightIndex | None) -> list
     """Return the note about an index that `read_index` ignored."""
     if index is not None or not places.is_file(os.path.join(folder, name)):
         return []
-    return [("stale-index", f"{name} is of an earlier save: none of the files that it names is there")]
+    return [("stale-index", f"{name} is from an earlier save: none of the files that it lists exists")]
 
 
 def note_left_out(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return the note on files beside a model's own, or none."""
     left = sorted(names)
-    text = f"{plural(len(left), 'file')} beside the model's own left out, such as {min(left, default='')}"
+    text = f"{plural(len(left), 'file')} next to the model's own left out, such as {min(left, default='')}"
     return [("left-out", text)] if left else []
 
 
@@ -211,25 +211,26 @@ def choose_tensors(
         return seen, []
     name = min(passed)
     where = f"which the index gives to {seen[name]}" if name in seen else "which the index does not name"
-    text = f"{plural(len(passed), 'tensor')} that {os.path.basename(index.file)} gives to no or another file left out"
+    index_name = os.path.basename(index.file)
+    text = f"{plural(len(passed), 'tensor')} left out that {index_name} does not list, or lists in a different file"
     return seen, [("not-in-index", f"{text}, such as {name} in {passed[name]}, {where}")]
 
 
 def _make_twice_error(folder: str, name: str, file: str, other: str) -> XrankError:
     kind: type[XrankError]
-    got, problem = f"{file} and {other}", f"{name} lies in two files of {folder}"
+    got, problem = f"{file} and {other}", f"{name} is in two files of {folder}"
     if not is_one_of_several(file) or not is_one_of_several(other):
         # Files of two models and ranks' parts of one look alike. Moving one of them away may leave half a model.
         kind, want = UsageError, "each tensor once"
         step = (
             f"if each file is a whole model, give the path of one of them, such as {os.path.join(folder, file)}, "
-            f"with {option('base_model', metavar='DIR')}, whose shapes prove it; if they are the parts of ranks, "
+            f"with {option('base_model', metavar='DIR')} to prove its shapes; if they are the parts of ranks, "
             "gather the checkpoint that was trained"
         )
     elif len({name.partition("-of-")[2][5:] for name in (file, other)}) > 1:
         kind, want = UsageError, "the files of one epoch"
-        problem = f"{folder} holds more than one model: {name} is in {got}"
-        step = "copy all files of one epoch and config.json into a folder of their own, and give its path"
+        problem = f"{folder} contains more than one model: {name} is in {got}"
+        step = "copy all files of one epoch and config.json into a separate folder, and give its path"
     else:
         kind, want, step = ContradictionError, "each tensor once", "copy the folder again from where it was made"
     return kind(problem, tensor=name, file=os.path.join(folder, other), got=got, want=want, next_step=step)
@@ -271,8 +272,8 @@ def check_placeholders(
         f"a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
         f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",
         "the weights, which are in the ZeRO checkpoint",
-        "gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained model has "
-        f"no values there, give a base model in which these are empty, too, with {option('base_model')}",
+        "gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained model "
+        f"has no values there, give a base model with the same empty tensors as {option('base_model')}",
     )
 
 
@@ -303,12 +304,12 @@ def refuse_salvaged(path: str) -> None:
     list_path = os.path.join(folder, SALVAGE_NAME)
     if places.is_file(list_path):
         raise IncompleteError(
-            f"{folder} is partial: it has the tensors that a salvage found whole, and no complete model",
+            f"{folder} is partial: it contains only the undamaged tensors of a salvage, not a complete model",
             file=list_path,
             got=f"a {SALVAGE_NAME}, which lists the missing tensors",
             want="a complete model",
             next_step=f"gather the checkpoint again, with {option('base_model', metavar='DIR')} and "
-            f"{option('fill_from_base', metavar='REGEX')} for what is missing; safetensors opens the files here",
+            f"{option('fill_from_base', metavar='REGEX')} for what is missing; safetensors can open these files",
         )
 
 

@@ -225,7 +225,7 @@ def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | No
                 f"lists nothing of {stack}.{missing}",
                 f"{len(numbered)} layers",
                 f"{count}, as in args.num_layers",
-                "take a checkpoint whose save finished; in this one a pipeline stage wrote nothing",
+                "use a checkpoint with a finished save; in this one a pipeline stage wrote nothing",
                 tensor=f"{stack}.{missing}",
             )
         if max(numbered) >= count:

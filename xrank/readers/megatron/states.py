@@ -68,7 +68,7 @@ def read_megatron_state(path: str, hints: Hints) -> TrainingState:
     held = held.get("optimizer", held) if isinstance(held, dict) else None
     listed = held.get("param_groups") if isinstance(held, dict) else None
     if not isinstance(common, dict) or not isinstance(listed, list) or not all(isinstance(g, dict) for g in listed):
-        raise where.usage("holds no optimizer with its groups", None, "optimizer.param_groups", _OPTION)
+        raise where.usage("contains no optimizer with its groups", None, "optimizer.param_groups", _OPTION)
     counted = held["state"].get("common_step") if isinstance(held.get("state"), dict) else None
     steps: dict[str, float] = {}
     groups = []
@@ -79,7 +79,7 @@ def read_megatron_state(path: str, hints: Hints) -> TrainingState:
         steps |= {name: check_step(step, name, where) for name in own if step is not None}
     done, scaled = max(steps.values(), default=0), "grad_scaler" in common["optimizer"]
     if steps and model.step is not None and (done > model.step or (done < model.step and not scaled)):
-        problem, want = "is of another step than the optimizer", f"{done:.0f} steps of Adam"
+        problem, want = "belongs to a different step than the optimizer", f"{done:.0f} steps of Adam"
         raise where.contradiction(problem, f"iteration {model.step}", want)
     ours = {key: value for key, value in common.items() if key not in _NOT_OURS}
     objects = {key: why for key, value in ours.items() if (why := why_not_plain(value))}
