@@ -172,7 +172,7 @@ def test_other_tensors_are_refused(tmp_path: Path, name: str, change: Any) -> No
     with pytest.raises(UsageError, match=f"^{name}: a delta only has changed values") as caught:
         xrank.make_delta(*folders, tmp_path / "weight_v000001")
     assert caught.value.tensor == name
-    assert "begins a new chain" in str(caught.value.next_step)
+    assert "starts a new chain" in str(caught.value.next_step)
     assert not (tmp_path / "weight_v000001").exists()
 
 

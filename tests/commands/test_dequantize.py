@@ -102,7 +102,7 @@ def test_the_command_dequantizes_and_copies_without_the_option(tmp_path: Path) -
     run("gather", source, "-o", tmp_path / "copy")
     assert_equal(load_file(tmp_path / "copy/model.safetensors"), made)
     again = xrank.gather_checkpoint(tmp_path / "plain", tmp_path / "again", dequantize=True)
-    assert ("dequantized", "no tensor is quantized, and all are taken as they are") in again.notes
+    assert ("dequantized", "no tensor is quantized; all are copied unchanged") in again.notes
 
 
 def test_a_quantized_model_is_quantized_otherwise(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_all_that_is_wrong_is_named(tmp_path):
     with pytest.raises(UsageError) as raised:
         xrank.load_model(Block(), left(tmp_path / "other", {f"own_{name}": t for name, t in weights().items()}))
     assert "8 more" in raised.value.got or "4 more" in raised.value.got
-    assert "in the source alone" in raised.value.got and "recipe=" in raised.value.next_step
+    assert "only in the source" in raised.value.got and "recipe=" in raised.value.next_step
 
 
 def test_modules_that_cannot_be_filled_are_refused(tmp_path):

@@ -156,7 +156,7 @@ def test_stages_have_names_of_their_own(rank, tmp_path):
             xrank.load_model(state, tmp_path / folder)
         assert raised.value.tensor == tensor
         assert not any(tensor.any() for tensor in state.values())
-    assert "layer.5, layer.6 in the source alone" in state_error(tmp_path / "more", state)
+    assert "layer.5, layer.6 only in the source" in state_error(tmp_path / "more", state)
     xrank.load_model(state, tmp_path / "model")
     assert all(torch.equal(tensor, layers[name]) for name, tensor in state.items())
 
@@ -181,7 +181,7 @@ def test_what_is_wrong_on_one_rank_is_named_on_all(rank, tmp_path):
     assert rank == 2 or raised.value.rank == 2
     assert not module.up.weight.any()
     module = cut("rows")
-    with pytest.raises(ContradictionError, match="rank 1 sees another source than rank 0"):
+    with pytest.raises(ContradictionError, match="rank 1 sees a different source than rank 0"):
         xrank.load_model(module, tmp_path / ("another" if rank == 1 else "model"))
     assert is_zero(module)
     xrank.load_model(module, tmp_path / "model")

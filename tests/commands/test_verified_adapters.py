@@ -369,6 +369,6 @@ def test_a_configuration_of_no_adapter(bench: Bench) -> None:
     gather_checkpoint(bench.workspace, bench.out)
     config = write_json(bench.folder / "config.json", {"r": RANK, "lora_alpha": ALPHA})
     ended = verify(bench.out, bench.workspace, "--adapter-config", config)
-    refusal(ended, "UsageError", says=["holds an adapter to configure", "leave --adapter-config out"])
+    refusal(ended, "UsageError", says=["contains an adapter to configure", "leave --adapter-config out"])
     ended = run("verify", bench.out, "--json", "--adapter-config", config)
     refusal(ended, "UsageError", says=["--adapter-config was given without --against"])

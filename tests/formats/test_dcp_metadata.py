@@ -261,7 +261,7 @@ CONTRADICTIONS: dict[str, tuple[Any, str]] = {
         lambda m, listed, stored: m.planner_data.update(a=("c",)),
         "a name that differs from its keys",
     ),
-    "no keys": (lambda m, listed, stored: m.planner_data.pop("a"), "has no place in the nested state"),
+    "no keys": (lambda m, listed, stored: m.planner_data.pop("a"), "is missing in the nested state"),
     "a path of no keys": (lambda m, listed, stored: m.planner_data.update({"": ()}), "an empty path"),
     "a number as tensor": (lambda m, listed, stored: listed.update(a=3), "an unexpected value"),
     "a number as place": (lambda m, listed, stored: stored.update({4: 5}), "an unexpected value"),
@@ -292,7 +292,7 @@ def test_two_pieces_at_one_place(tmp_path: Path) -> None:
     metadata.state_dict_metadata["a"].chunks += metadata.state_dict_metadata.pop("A").chunks
     data = pickle.dumps(metadata)
     assert data.count(b"\x8c\x01A\x94") == 1
-    with pytest.raises(CorruptError, match="two pieces at one place"):
+    with pytest.raises(CorruptError, match="two pieces at the same offsets"):
         read(tmp_path, data.replace(b"\x8c\x01A\x94", b"\x8c\x01a\x94"))
 
 
@@ -325,7 +325,7 @@ def test_objects_of_other_classes_are_not_taken_for_chunks(tmp_path: Path) -> No
     assert data.count(b"\x07offsets") == data.count(b"\x14ChunkStorageMetadata") == 1
     with pytest.raises(CorruptError, match="not a tuple"):
         read(tmp_path, data.replace(b"\x07offsets", b"\x07offsetz"))
-    with pytest.raises(CorruptError, match="a piece of another class"):
+    with pytest.raises(CorruptError, match="a piece of an unexpected class"):
         read(tmp_path, data.replace(b"\x14ChunkStorageMetadata", b"\x14ChunkStorageMetadatb"))
 
 

@@ -209,6 +209,6 @@ def test_whose_it_is_and_of_which_run(tmp_path: Path) -> None:
     state.check_rank()
     assert state.run is not None and (state.run[0], *state.run[2:]) == ("r", 7, 2)
     assert record_of(state.archive, None) == state.record
-    with pytest.raises(ContradictionError, match="it holds the state of rank 1") as caught:
+    with pytest.raises(ContradictionError, match="it contains the state of rank 1") as caught:
         read_saved_state(file, 0).check_rank()
     assert caught.value.rank == 0 and caught.value.file == file

@@ -57,7 +57,7 @@ def test_is_immutable():
                 "use_distributed_optimizer": True,
                 "average_in_collective": True,
             },
-            "adds up by itself",
+            "sums gradients itself",
         ),
         ({"overlap_grad_reduce": "false"}, "overlap_grad_reduce must be True or False"),
         ({"sequence_parallel": 1}, "sequence_parallel must be True or False"),

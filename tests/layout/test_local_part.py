@@ -182,7 +182,7 @@ def test_coordinates_must_fit():
     mesh = DeviceMesh.parse_grid("dp=2 tp=2")
     layout = TensorLayout.parse("[f/tp]")
     assert local_part(layout, mesh, {"tp": 1}, (4,)).nests == (Nest(0, 2, ((2, 1, 1),)),)
-    with pytest.raises(LayoutError, match="lacks the place"):
+    with pytest.raises(LayoutError, match="lacks the index"):
         local_part(layout, mesh, {"dp": 1}, (4,))
     for place in (-1, 2):
         with pytest.raises(LayoutError, match="no place"):

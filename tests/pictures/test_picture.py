@@ -159,9 +159,9 @@ def test_show_draws_tensors_and_state_dicts(tmp_path: Path) -> None:
     [
         (3, None, "no layout that can be drawn"),
         ({"a": 3}, None, "no layout that can be drawn"),
-        (TensorLayout.parse("[f/tp]", DeviceMesh((2,), ("tp",))), None, "none is given"),
+        (TensorLayout.parse("[f/tp]", DeviceMesh((2,), ("tp",))), None, "none are given"),
         (TensorLayout.parse("[f]"), (4,), "without a mesh"),
-        (LayoutMap(DeviceMesh((2,), ("tp",))), (4,), "none is given"),
+        (LayoutMap(DeviceMesh((2,), ("tp",))), (4,), "none are given"),
     ],
 )
 def test_show_refuses(what: object, shape: Any, says: str) -> None:

@@ -38,7 +38,7 @@ FOLLOWED: Mapping[str, str] = {
     r"(copy|bring|fetch) .*": COPIED,
     r"rank {}'s, again from where it was saved|nodes without a shared disk keep their own( files)?": COPIED,
     r"all files must come from one save( of one run)?": COPIED,
-    r"if a save into this folder was interrupted, take another checkpoint|else copy it whole again": COPIED,
+    r"if a save into this folder was interrupted, use a different checkpoint|else copy it whole again": COPIED,
     r"take (another|an earlier) (step|checkpoint)|use a checkpoint with a finished save": COPIED,
     r"in this one a pipeline stage wrote nothing|run as its owner, let this user read it": COPIED,
     r"let all ranks save into an empty folder": "readers/test_next_steps.py::test_whatever_is_moved_away",
@@ -162,7 +162,7 @@ FOLLOWED: Mapping[str, str] = {
     r"give all ranks the same version of xrank": NOTHING,
     r"give the module|its state dict": "commands/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
     # looks
-    r"check .*|do not use this .*|use a version of xrank that knows it|report it to the authors of .*": NOTHING,
+    r"check .*|do not use this .*|use a version of xrank that supports it|report it to the authors of .*": NOTHING,
     r"nothing was written|if all are there, {}": NOTHING,
     r"if the rank had no piece for it, {}|where it was written|the node of rank {}|ranks? {}|{}, pickled whole": PART,
     r"{}, then {}|{}|if each is a model, {}": PART,

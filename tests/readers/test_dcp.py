@@ -342,7 +342,7 @@ def test_a_save_that_was_interrupted_is_seen_where_it_has_more(tmp_path: Path) -
     folder = save_here(tmp_path / "checkpoint", {"w": W, "z": B})
     more = save_here(tmp_path / "more", {"w": W, "y": B, "z": B + 1})  # in z's place lies y
     shutil.copy(more / "__0_0.distcp", folder / "__0_0.distcp")
-    with pytest.raises(ContradictionError, match="belong to two saves") as caught:
+    with pytest.raises(ContradictionError, match="belong to different saves") as caught:
         read(folder)
     assert caught.value.rank == 0
 

@@ -378,7 +378,7 @@ def test_missing_ranks(tmp_path, stage):
     assert refused(tmp_path / "run", IncompleteError, "ranks 0, 2 of 4", "nodes without a shared disk").rank == 0
     for rank in (1, 3):
         partition(tmp_path / "run", rank).unlink()
-    refused(tmp_path / "run", IncompleteError, "which would contain the fp32 weights")
+    refused(tmp_path / "run", IncompleteError, "with the fp32 weights")
 
 
 def test_missing_model_states(tmp_path):
@@ -401,7 +401,7 @@ def test_files_of_another_world(tmp_path):
     (run / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     write_zero(tmp_path / "other", made_model(), Zero(stage=2))
     shutil.copy(modules(tmp_path / "other"), modules(run))
-    refused(run, ContradictionError, "stage 3", "to another stage")
+    refused(run, ContradictionError, "stage 3", "to a different stage")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -555,7 +555,7 @@ def test_pieces_that_do_not_fit(tmp_path):
             state["optimizer_state_dict"][key][0] = torch.rand(30).bfloat16()
 
         changed(partition(run, 1), half)
-        refused(run, ContradictionError, "another type")
+        refused(run, ContradictionError, "a different type")
         changed(partition(run, 1), lambda state, key=key: state["optimizer_state_dict"][key].pop())
         refused(run, ContradictionError, "other groups")
         shutil.rmtree(run)

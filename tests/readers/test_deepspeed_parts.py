@@ -332,7 +332,7 @@ def test_a_missing_rank_of_experts(tmp_path):
     refused(tmp_path / "run", IncompleteError, "rank 2 of 4")
     for file in (tmp_path / "run" / TAG).glob("*optim_states.pt"):
         file.unlink()
-    refused(tmp_path / "run", IncompleteError, "which would contain the fp32 weights")
+    refused(tmp_path / "run", IncompleteError, "with the fp32 weights")
 
 
 def test_numbers_that_the_ranks_do_not_share(tmp_path):

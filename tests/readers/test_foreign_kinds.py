@@ -166,7 +166,7 @@ def test_own_tensors_in_a_distributed_checkpoint_are_named(tmp_path: Path) -> No
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": {"a.weight": own_class()}}, checkpoint_id=str(tmp_path / "step"), no_dist=True)
     ended = run("gather", tmp_path / "step", "--out", tmp_path / "out")
-    assert ended.exit_code == 2 and "Quantized', whose layout xrank does not know" in ended.stderr
+    assert ended.exit_code == 2 and "Quantized', which xrank cannot read" in ended.stderr
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "pytorch_model.bin", "model.pt", "__0_0.distcp", ".metadata"])

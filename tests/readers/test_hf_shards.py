@@ -236,7 +236,7 @@ def test_shards_of_a_larger_world(rank_pool: RankPool, tmp_path: Path, base: Pat
 def test_shards_of_another_number_of_files(shards: Path, base: Path) -> None:
     stale = shards / "shard-00002-model-00001-of-00001.safetensors"
     shutil.copy(shards / "shard-00002-model-00001-of-00003.safetensors", stale)
-    with pytest.raises(ContradictionError, match="belongs to another save") as caught:
+    with pytest.raises(ContradictionError, match="belongs to a different save") as caught:
         gathered(shards, base_model=base)
     assert caught.value.file == str(stale)
 

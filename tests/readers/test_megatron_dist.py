@@ -236,7 +236,7 @@ def test_layers_of_another_model(tmp_path: Path) -> None:
 
 def test_another_iterations_folder(place: Path) -> None:
     change_common(place, iteration=20)
-    refused(place, ContradictionError, "another iteration")
+    refused(place, ContradictionError, "a different iteration")
 
 
 @pytest.mark.parametrize("told", [{"sharded_backend": "zarr"}, {"sharded_backend_version": 2}, {"common_backend": "x"}])

@@ -214,12 +214,12 @@ def test_swapped_ranks(tmp_path: Path, run: Run, one: str, other: str) -> None:
 
 def test_another_steps_file(two_by_two: Path) -> None:
     change(two_by_two, "01_001", lambda state: state.update(iteration=20))
-    refused(two_by_two, ContradictionError, "another iteration")
+    refused(two_by_two, ContradictionError, "a different iteration")
 
 
 def test_another_iterations_folder(two_by_two: Path) -> None:
     moved = two_by_two.rename(two_by_two.parent / "iter_0000030")
-    refused(moved, ContradictionError, "another iteration than its folder")
+    refused(moved, ContradictionError, "a different iteration than its folder")
 
 
 def test_arguments_that_differ(two_by_two: Path) -> None:

@@ -117,7 +117,7 @@ def test_meshes_that_share_no_rank_must_agree_on_the_shape():
     with pytest.raises(ContradictionError, match="disagree about its global shape"):
         place("w", parts, Hints(), world_size=4)
     parts = [h.replaced(global_shape=None) for h in parts]
-    with pytest.raises(ContradictionError, match="has another shape") as caught:
+    with pytest.raises(ContradictionError, match="does not have the shape") as caught:
         place("w", parts, Hints(), world_size=4)
     assert (caught.value.rank, caught.value.got, caught.value.tensor) == (1, "[4]", "w")
 
@@ -208,7 +208,7 @@ def test_a_layout_of_its_own_mesh_needs_no_other():
 def test_a_layout_file_and_the_base_models_shape():
     hints = Hints(layouts=layouts("[a/~dp, b]", GRID).layouts, shapes={"w": (5, 2)})
     check(plain("[a/~dp, b]", GRID, (5, 2)), hints, shape=(5, 2))
-    with pytest.raises(ContradictionError, match="has another shape"):
+    with pytest.raises(ContradictionError, match="does not have the shape"):
         place("w", plain("[a/~dp, b]", GRID, (5, 2)), Hints(layouts=hints.layouts, shapes={"w": (9, 2)}), world_size=4)
 
 

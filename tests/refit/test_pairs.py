@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 WORLD_SIZE = 4
 Tensors = dict[str, torch.Tensor]
-OVERLAP = "the engine's parts of it overlap, or are not the whole"
+OVERLAP = "the engine's parts of it overlap, or are incomplete"
 """Such as ranks with columns of their own beside some that all have."""
 SOAKED = {"plain": 26, "prepared": 11}
 """Parts in `make soak`: 506 and 205 pairs. Otherwise the first of each, of 6 and 5."""

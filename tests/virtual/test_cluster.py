@@ -181,7 +181,7 @@ def test_functions_and_operations_take_their_arguments_each_in_its_way(virtual_c
 
 def test_arguments_that_cannot_be_copied_are_refused(virtual_cluster):
     grown = torch.ones(2, requires_grad=True) * 2
-    with pytest.raises(UsageError, match="cannot be copied, and every device has its own"):
+    with pytest.raises(UsageError, match="cannot be copied, but every device needs its own"):
         virtual_cluster(2).run(lambda device, x: None, grown)
 
 

@@ -59,7 +59,7 @@ def test_an_axis_without_a_part_is_refused():
 
 
 def test_a_schedule_of_another_pipeline_is_refused():
-    with pytest.raises(UsageError, match="for another pipeline") as failure:
+    with pytest.raises(UsageError, match="for a different pipeline") as failure:
         Pipeline(2, 4, schedule=make_schedule("gpipe", 3, 2))
     assert (failure.value.got, failure.value.want) == ("3 runs over 2 stages", "4 runs over 2 stages")
     assert Pipeline(2, 4, schedule=make_schedule("gpipe", 4, 2)).num_cycles == 10
@@ -257,7 +257,7 @@ def test_messages_record_their_axes():
 def test_an_operation_refuses_before_anything_starts():
     operation = Chain(Pipeline(2, 3))
     x = [np.zeros(3, np.float32)] * 3
-    with pytest.raises(LayoutError, match="has another mesh than the cluster") as failure:
+    with pytest.raises(LayoutError, match="has a different mesh than the cluster") as failure:
         VirtualCluster(3).run(operation, activations=x, parameters=x[:2])
     assert (failure.value.got, failure.value.want) == ("'x=2' of 2 devices", "'x=3' of 3 devices")
     with pytest.raises(UsageError, match="a bias a part"):

@@ -160,7 +160,7 @@ def head(x):
         ([Receive("x", FOUR), Communicate("gather", (0,), "x", "y", (FOUR,), FOUR, dim=0)], "gather has the root None"),
         (
             [Receive("x", FOUR), Communicate("all_reduce", (0,), "x", "y", (FOUR,), TWO, reduction="sum")],
-            "all_reduce returns 'y' with another shape",
+            "all_reduce returns 'y' with a different shape",
         ),
     ],
 )

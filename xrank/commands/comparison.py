@@ -184,7 +184,7 @@ def pair_merged(
         error.about(f"the merge of the adapter in {side.path} cannot be computed")
         error.advise(
             f"give the adapter's own configuration as {option('adapter_config')} if that is wrong or missing, or the "
-            f"model that it was trained on as {option('base_model')} if it lies alone; else "
+            f"model that it was trained on as {option('base_model')} if that is missing; or "
             f"compare {other.path} with a model into which the adapter was merged the same way"
         )
         raise
@@ -510,7 +510,7 @@ def plan_comparison(
     adapted = [side for side in sides if side.names is not None]
     if adapter_config is not None and not adapted:
         raise UsageError(
-            f"neither {path} nor {other_path} holds an adapter to configure",
+            f"neither {path} nor {other_path} contains an adapter to configure",
             got=option("adapter_config", os.fspath(adapter_config)),
             next_step=f"leave {option('adapter_config')} out",
         )

@@ -136,7 +136,7 @@ def _check_side(side: ComparedSide, out: str) -> None:
         file=side.path,
         got=got,
         want=want,
-        next_step=f"give both models in one form, as a gather to a new folder writes them, then make {out} again",
+        next_step=f"gather both models to new folders, which gives them one form, then make {out} again",
     )
 
 

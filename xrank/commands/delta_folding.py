@@ -98,7 +98,8 @@ def fold_deltas(
     assert facts is not None, "there is a version"
     if version_of(os.path.basename(path.rstrip("/"))) != facts.version:
         name = version_name(facts.version)
-        raise _refuse(path, "another name", name, f"name the folder {name}, in another place than {paths[-1]}")
+        step = f"name the folder {name}, in a different parent folder than {paths[-1]}"
+        raise _refuse(path, "a different name", name, step)
     check_output(path, overwrite=overwrite)
     model = StoredModel(
         format="deltas",
@@ -131,7 +132,7 @@ def _follow(
         got, want = getattr(later, name), getattr(facts, name)
         if got != want:
             # A byte that one version overwrites and another xors cannot be composed without the base.
-            step = f"give the base, too: xrank delta make BASE {paths[-1]} -o {out}"
+            step = f"start from the base: xrank delta make BASE {paths[-1]} -o {out}"
             raise _refuse(place, f"{name} {got}", f"{want}, as in {before}", step)
     if None not in (facts.state, later.base_state) and facts.state != later.base_state:
         raise ContradictionError(

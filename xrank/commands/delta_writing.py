@@ -102,7 +102,7 @@ def make_unfit_error(name: str | None, got: str | None, want: str, new_path: str
         tensor=name,
         got=got,
         want=want,
-        next_step=f"write {new_path} whole, as a gather to {out} does: it begins a new chain",
+        next_step=f"write {new_path} as a whole model, with a gather to {out}: it starts a new chain",
     )
 
 
@@ -220,7 +220,7 @@ def _check_sizes(new: NewVersion) -> None:
     for one in new.outputs:
         if new.facts.encoding == "overwrite" and one.nbytes > MAX_OVERWRITTEN_NBYTES:
             raise UsageError(
-                f"{one.name} is too large for {option('encoding', 'overwrite')}, which counts bytes by 4 bytes",
+                f"{one.name} is too large for {option('encoding', 'overwrite')}, which records positions in 4 bytes",
                 tensor=one.name,
                 file=new.out,
                 got=f"{one.nbytes:,} bytes",

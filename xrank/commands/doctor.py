@@ -156,7 +156,7 @@ def _file_system(own: str) -> Iterator[Check]:
     works = False
     with suppress(OSError):
         works = exchange(*folders)
-    text = "an overwrite exchanges old and new atomically" if works else "an overwrite takes two renames"
+    text = "an overwrite exchanges old and new atomically" if works else "an overwrite needs two renames"
     yield "folder", "exchange", works, text
 
 

@@ -181,7 +181,7 @@ def _list_commands(
         return [{"what": f"all {plural(count, 'tensor')}", "command": gather}]
     wanted, filling = option("include", metavar="REGEX"), option("fill_from_base", metavar="REGEX")
     found = {
-        f"chosen ones of {plural(count, 'whole tensor')}": wanted,
+        f"a selection of {plural(count, 'whole tensor')}": wanted,
         f"{plural(count, 'whole tensor')}, and a list of the others": option("salvage", True),
         "a whole model, with a base model's tensors": f"{option('base_model', metavar='BASE')} {filling}",
     }

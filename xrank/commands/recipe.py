@@ -118,7 +118,7 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
     else:
         return None
     if name in list_shipped_recipes():
-        step = f'choose another recipe of `xrank recipe list`, or write one that begins with extends = "{name}"'
+        step = f'choose a different recipe of `xrank recipe list`, or write one that begins with extends = "{name}"'
     return LayoutError(
         f"the recipe {name} does not fit {model.path}",
         tensor=tensor,

@@ -86,8 +86,8 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
         factor = getattr(placement, "split_factor", 1) * mesh.axis_length(axis)
         if hasattr(placement, "split_factor") and shape[placement.dim] % factor:
             raise LayoutError(
-                f"torch neither scatters nor gathers dim {placement.dim} in the layout {layout}: it is uneven, and cut "
-                f"along {axis!r} after a later axis of the mesh",
+                f"torch neither scatters nor gathers dim {placement.dim} in the layout {layout}: it is split unevenly, "
+                f"and along {axis!r} after a later axis of the mesh",
                 got=f"{shape[placement.dim]} positions",
                 want=f"a multiple of {factor}, or cuts in the order of the mesh {mesh.grid!r}",
             )
@@ -230,7 +230,7 @@ def _plan_parameter(
             tensor=names[0],
             got=str(parameter.placements),
             want=str(placements),
-            next_step="make the whole model in one scope, and do not use a part of it before",
+            next_step="create the whole model in one scope, and do not use any part of it before",
         )
     return ParameterPlan(names, parameter, placements)
 

@@ -180,7 +180,7 @@ def _walk(folder: str, prefix: str) -> list[CompanionFile]:
         # It would be in the place of a file that xrank writes, and that a signature leaves out.
         if prefix + name in _OWN and not (holds_weights and is_url(path)):
             what = f"{path}: is a folder with the name of a file that a gather writes"
-            next_step = "give the folder another name, or copy the model without it"
+            next_step = "give the folder a different name, or copy the model without it"
             want = f"no folder named {prefix}{name}"
             raise UsageError(what, file=path, got="a folder", want=want, next_step=next_step)
         found += [] if holds_weights else _walk(path, f"{prefix}{name}/")

@@ -61,7 +61,7 @@ class Differences:
         return found + by_nan
 
 
-COPY = "copy the file again from where it was written, or take another checkpoint"
+COPY = "copy the file again from where it was written, or use a different checkpoint"
 """The next step for a file with damaged bytes."""
 _CHUNK_NBYTES = 1 << 20
 

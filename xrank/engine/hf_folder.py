@@ -69,7 +69,7 @@ def lay_out(
     seen: set[str] = set()
     for tensor in everything:
         if tensor.name in seen:
-            name, next_step = tensor.name, "give one of the two another name"
+            name, next_step = tensor.name, "give one of the two a different name"
             raise UsageError(f"{name}: two tensors have this name", tensor=name, next_step=next_step)
         seen.add(tensor.name)
     groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)

@@ -316,7 +316,7 @@ class ObjectSource:
             self._held_nbytes -= block.nbytes
 
     def _read_straight(self, read: Read, memory: memoryview) -> None:
-        assert read.place is not None, "only bytes with a place are read straight"
+        assert read.place is not None, "only bytes with an offset are read directly"
         file, offset = self._records[read.record]
         self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
 

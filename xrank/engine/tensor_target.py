@@ -58,7 +58,7 @@ class TensorTarget:
     def place(self, file: int, offset: int, nbytes: int) -> memoryview:
         """Return memory of a contiguous tensor."""
         address, _ = self._places[file]
-        assert address is not None, "a tensor without a piece of memory has no parts"
+        assert address is not None, "the tensor has no memory of its own"
         return memory_at(address + offset, nbytes)
 
     def placed(self, file: int, offset: int, nbytes: int) -> None:

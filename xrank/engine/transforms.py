@@ -54,7 +54,7 @@ def probe_outputs(
             problem,
             tensor=name,
             got=f"{type(error).__name__}: {error}"[:300],
-            want="the outputs for a tensor with values, without values",
+            want="the same outputs as for a tensor with values",
             next_step=_NEXT_STEP,
         ) from error
     checked = _check_outputs(name, made, is_probe=True)

@@ -532,7 +532,7 @@ class FileWindows(JoinedFile):
                 portion = portion._replace(start=end, stop=end + nbytes)
                 end += nbytes
             dense, record = self._find_dense(plan.copies.nests), plan.copies.record
-            assert dense is not None, "the copies of a straight tensor are runs"
+            assert dense is not None, "a tensor that is copied directly consists of runs"
             if nbytes < width * plan.output.num_elements:
                 # Sorted by y, which the copies cover.
                 first, last = np.searchsorted(dense[1], (portion.low + 1, portion.high))

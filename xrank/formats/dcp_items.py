@@ -102,7 +102,7 @@ class ItemReader:
                 if start + length > file.nbytes:
                     refuse_pointer(file)
                     raise file.origin.corrupt(
-                        "is cut short, or the metadata belongs to another file",
+                        "is cut short, or the metadata belongs to a different file",
                         got=f"{file.nbytes} bytes",
                         want=f"at least {start + length} bytes",
                     )

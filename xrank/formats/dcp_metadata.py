@@ -464,14 +464,14 @@ class _MetadataReader(PickleReader):
                 self._add_entries(item)
                 self.num_open_runs -= 1
             elif type(item) is _Run and (item.is_entries or item.count > 1):
-                raise self.origin.corrupt("entries of storage are in a wrong place")
+                raise self.origin.corrupt("the pickle's storage entries are in an unexpected order")
             else:
                 others.append(item)
         return tuple(others)
 
     def _set_stored(self, target: object) -> None:
         if type(target) is not dict or (self._stored is not None and target is not self._stored):
-            raise self.origin.corrupt("entries of storage are in a wrong place")
+            raise self.origin.corrupt("the pickle's storage entries are in an unexpected order")
         self._stored = target
 
     def append(self, operands: tuple[object, object]) -> object:
@@ -512,7 +512,7 @@ class _MetadataReader(PickleReader):
         for index, info in stored.items():
             self._take_entry(index, info)
         if self.num_open_runs or (self._stored is not None and stored is not self._stored):
-            raise self.origin.corrupt("entries of storage are in a wrong place")
+            raise self.origin.corrupt("the pickle's storage entries are in an unexpected order")
         nbytes = sum(sum(places.values[1::2]) for places in self._places.values())
         nbytes += sum(item[2] for item in self.byte_items.values())
         ends = self.ends()
@@ -551,7 +551,7 @@ class _MetadataReader(PickleReader):
         """Return the fields of an instance of that class."""
         state = value.state if isinstance(value, InertRecord) and value.name == kind and value.args == () else None
         if not isinstance(state, dict):
-            raise self.origin.corrupt("the pickle holds an unexpected value", want=f"a {kind}")
+            raise self.origin.corrupt("the pickle contains an unexpected value", want=f"a {kind}")
         return state
 
     def ends(self) -> IntArray:
@@ -580,7 +580,7 @@ class _MetadataReader(PickleReader):
         if not isinstance(chunks, np.ndarray):
             raise self.corrupt(name, str(chunks))
         if chunks.shape[2] != len(shape) and len(chunks):
-            raise self.corrupt(name, "has pieces of another number of dimensions than it has")
+            raise self.corrupt(name, "has pieces with a different number of dimensions")
         chunks = chunks.reshape(len(chunks), 2, len(shape))
         chunks = chunks[_sort_by_offset(chunks[:, 0])]
         # Replicas that were not deduplicated at saving are listed several times, and stored once.
@@ -588,7 +588,7 @@ class _MetadataReader(PickleReader):
         is_new[1:] = (chunks[1:] != chunks[:-1]).any(axis=(1, 2))
         offsets, sizes = chunks[is_new, 0], chunks[is_new, 1]
         if num_dims not in (None, len(shape)):
-            raise self.corrupt(name, "is stored in pieces of another number of dimensions than it has")
+            raise self.corrupt(name, "is stored in pieces with a different number of dimensions")
         stored, places = found or (np.zeros((0, len(shape)), np.int64), np.zeros((0, 3), np.int64))
         order = _sort_by_offset(stored)
         stored, places = stored[order], places[order]
@@ -601,7 +601,7 @@ class _MetadataReader(PickleReader):
             got = f"{len(stored)} pieces stored" + (f", one at {list(odd[0])}" if odd else "")
             raise self.corrupt(name, problem, got=got, want=f"the {len(offsets)} that are listed")
         if len(stored) > 1 and not (stored[1:] != stored[:-1]).any(axis=1).all():
-            raise self.corrupt(name, "has two pieces at one place")
+            raise self.corrupt(name, "has two pieces at the same offsets")
         keep = (sizes > 0).all(axis=1)
         return DcpTensor(
             name,
@@ -641,7 +641,7 @@ class _MetadataReader(PickleReader):
             found[name] = path
         for name in listed:
             if name not in found:
-                raise self.corrupt(str(name), "has no place in the nested state")
+                raise self.corrupt(str(name), "is missing in the nested state")
         return MappingProxyType(found)
 
 
@@ -670,15 +670,15 @@ def _read_chunks(listed: object) -> IntArray | str:
             continue
         state = item.state if isinstance(item, InertRecord) and item.name == "ChunkStorageMetadata" else None
         if not isinstance(state, dict):
-            return "has a piece of another class"
+            return "has a piece of an unexpected class"
         low, extents = state.get("offsets"), state.get("sizes")
         if not isinstance(low, tuple) or not isinstance(extents, tuple):
             return "has offsets or sizes that are not a tuple"
         if len(low) != len(extents):
-            return "has pieces of another number of dimensions than it has"
+            return "has pieces with a different number of dimensions"
         if any(type(value) is not int or not 0 <= value <= _MAX_EXTENT for value in (*low, *extents)):
             return "has an offset or a length that is not a count"
         parts.append(np.array([[low, extents]], dtype=np.int64))
     if len({part.shape[2] for part in parts}) > 1:
-        return "has pieces of another number of dimensions than it has"
+        return "has pieces with a different number of dimensions"
     return np.concatenate(parts) if parts else np.zeros((0, 2, 0), np.int64)

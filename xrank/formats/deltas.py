@@ -218,7 +218,7 @@ class BodyWriter:
 
     def finish(self) -> bytes | None:
         """Return the frame, without what `put` has taken; None if no byte has changed."""
-        assert self._done == self._nbytes, "all bytes of a tensor make a body"
+        assert self._done == self._nbytes, "put() has not received all bytes of the tensor"
         if not self.changed_nbytes:
             return None
         if self._encoding != "xor":

@@ -89,8 +89,7 @@ def inert_error(record: object, origin: Origin, place: str = "") -> XrankError:
         kinds = [f"{a.module}.{a.name}" for a in record.args or () if isinstance(a, InertRecord) and a.args is None]
         own = next((quote(kind) for kind in kinds if not kind.startswith("torch.")), None)
         return origin.usage(
-            f"{start} a tensor "
-            + ("with attributes of its own" if own is None else f"of {own}, whose layout xrank does not know"),
+            f"{start} a tensor " + ("with extra attributes" if own is None else f"of {own}, which xrank cannot read"),
             got=own,
             want="plain tensors",
             next_step="save the model with save_pretrained, as safetensors, or save what dequantize() of these tensors "
@@ -153,7 +152,8 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> list[InertRecor
                 path.pop()
                 total = visit.size
                 if total > max_nodes:
-                    raise origin.corrupt("the pickled state repeats itself without bound", want=f"{max_nodes} nodes")
+                    problem = "the pickled state refers to its own parts too often"
+                    raise origin.corrupt(problem, want=f"{max_nodes} nodes")
                 if path:
                     sizes[id(visit.node)] = total
                     path[-1].size += total
@@ -695,7 +695,7 @@ def measure_opcode(data: bytes, at: int, origin: Origin) -> int:
         first = data.find(b"\n", at)
         second = data.find(b"\n", first + 1)
         if first < 0 or second < 0:
-            raise _damaged(origin, at, "a name without an end")
+            raise _damaged(origin, at, "a name without a terminator")
         return second + 1 - at
     if opcode == STOP:
         if at + 1 < len(data):
@@ -710,7 +710,7 @@ def measure_opcode(data: bytes, at: int, origin: Origin) -> int:
 def refuse_size(origin: Origin, max_made_nbytes: int, at: int, nbytes: int) -> XrankError:
     """Return the error for a pickle whose objects take too much memory; a small file may describe many."""
     return origin.usage(
-        "the pickle holds more objects than xrank reads from one file",
+        "the pickle contains more objects than xrank reads from one file",
         got=f"{max_made_nbytes >> 20} MB of objects in {at:,} of its {nbytes:,} bytes",
         want=f"{max_made_nbytes >> 20} MB at most",
         next_step="if you wrote the file, save its tensors in several files, or as safetensors",
@@ -1056,7 +1056,7 @@ class _TemplateReader(PickleReader):
         target, args = operands
         is_built = isinstance(target, InertRecord) and (target.module, target.name) in self.builders
         if is_built and _has_blank(args):  # builders look at the values
-            raise ValueError("built of what differs between pickles")
+            raise ValueError("built from values that differ between pickles")
         return super().call(operands, kwargs)
 
 

@@ -159,7 +159,7 @@ def _find_tensor_fault(tensors: Mapping[str, TensorRecord], num_meshes: int) -> 
         seen.add(id(tensor))
         for mesh in (tensor.mesh, tensor.view):
             if mesh is not None and not 0 <= mesh < num_meshes:
-                return f"tensor {name!r} lies on mesh {mesh} of {num_meshes}"
+                return f"tensor {name!r} is on mesh {mesh} of {num_meshes}"
         if tensor.shape is not None and any(size < 0 for size in tensor.shape):
             return f"tensor {name!r} has the global shape {list(tensor.shape)}"
     return None
@@ -255,7 +255,7 @@ class SavedState(Struct, frozen=True):
         if self.record is None or self.record.rank == self.rank:
             return
         raise ContradictionError(
-            f"{self.archive.path} is a copy of another rank's state: it holds the state of rank {self.record.rank}",
+            f"{self.archive.path} is a copy of another rank's state: it contains the state of rank {self.record.rank}",
             rank=self.rank,
             file=self.archive.path,
             got=f"the state of rank {self.record.rank}",

@@ -137,7 +137,7 @@ def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
             fault = f"its bytes {tensor.start} to {tensor.end} do not fit its shape"
         if fault is not None:
             problem = f"a safetensors header cannot describe {quote(tensor.name)}: {fault}"
-            step = "give the tensor another name or size"
+            step = "give the tensor a different name or size"
             raise UsageError(problem, tensor=tensor.name, next_step=step)
         names.add(tensor.name)
         offset = tensor.end
@@ -167,8 +167,8 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
         try:
             metadata: dict[str, str] = {} if stated == b"null" else _decode(stated, str, _MAX_METADATA)
         except msgspec.ValidationError as error:
-            problem = "the safetensors header's __metadata__ is not a table of texts, or of too many"
-            raise origin.corrupt(problem, got=str(error), want=f"at most {_MAX_METADATA:,} texts by name") from None
+            problem = "the safetensors header's __metadata__ is not a table of strings, or is too long"
+            raise origin.corrupt(problem, got=str(error), want=f"at most {_MAX_METADATA:,} strings by name") from None
         tensors = [_tensor(name, entry, data_nbytes, origin) for name, entry in entries.items()]
     except XrankError:
         raise
@@ -182,7 +182,7 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
             raise origin.corrupt(problem, f"starts at byte {tensor.start}", f"byte {offset}")
         offset = tensor.end
     if offset != data_nbytes:
-        problem = "has another length than its safetensors header requires"
+        problem = "does not have the length that its safetensors header requires"
         raise origin.corrupt(problem, f"{data_nbytes} bytes of data", f"{offset} bytes")
     return tuple(tensors), metadata
 

@@ -124,7 +124,7 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
             entry.refuse(want)
     if hint != _hint_of(key):
         got = f"a signature by the key {ascii(hint[:16])[1:-1]}"
-        raise _signature_error(path, got, f"one by the key {_hint_of(key)[:16]}")
+        raise _signature_error(path, got, f"a signature by the key {_hint_of(key)[:16]}")
     try:
         key.verify(signed, _encode(payload), ECDSA(_hash_of(key)))
     except InvalidSignature:

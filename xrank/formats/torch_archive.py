@@ -135,7 +135,7 @@ def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> I
         nbytes = file.nbytes - start
     if start < 0 or nbytes < 0 or start + nbytes > file.nbytes:
         want = f"bytes {start} to {start + nbytes}"
-        raise file.origin.corrupt("the item lies outside the file", f"{file.nbytes} bytes", want)
+        raise file.origin.corrupt("the item is outside the file", f"{file.nbytes} bytes", want)
     tail_nbytes = min(nbytes, _TAIL_NBYTES)
     return ItemBytes(file, start, nbytes, file.read(start + nbytes - tail_nbytes, tail_nbytes))
 
@@ -744,7 +744,7 @@ class TensorRebuilder(Struct, frozen=True):
         return self._tensor(storage.key, own, offset, shape, strides, hooks, metadata)
 
     def _rebuild_with_state(self, args: tuple[object, ...]) -> object:
-        # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with attributes of its own.
+        # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with extra attributes.
         match args:
             case (InertRecord(args=None) as rebuild, InertRecord(args=None) as kind, tuple() as parts, state) if (
                 (rebuild.module, rebuild.name) == ("torch._utils", "_rebuild_tensor_v2")
@@ -891,7 +891,7 @@ def read_archive_in(
         raise origin.usage(problem, "a bare pickle", "a zip", step) from None
     row = rows.get(f"{prefix}data.pkl")
     if row is None:
-        raise origin.corrupt("the archive holds no data.pkl: torch.save did not write it")
+        raise origin.corrupt("the archive contains no data.pkl: torch.save did not write it")
     if members.nbytes[row] > MAX_PICKLE_NBYTES:
         want = f"at most {MAX_PICKLE_NBYTES} bytes"
         raise origin.corrupt("data.pkl is too large", f"{members.nbytes[row]} bytes", want)

@@ -320,7 +320,7 @@ class GradientWatch:
         # The mark of a gradient that a kernel added: no norm of it exists.
         if any(norm < 0 for norm in norms):
             return f"from a kernel, in one of {count} micro-batches"
-        return f"from the sum of {count} micro-batches, each of which is finite"
+        return f"from the sum of {count} micro-batches, although each of them is finite"
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:

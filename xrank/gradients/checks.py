@@ -105,7 +105,7 @@ class GradientCheck:
         if self.is_right:
             return
         first, *others = self.findings
-        step = "see what is found for each gradient, and correct the step that reduces it"
+        step = "read the finding for each gradient, and correct the step that reduces it"
         error = GradientError(str(first), tensor=first.name, rank=first.ranks[0], next_step=step)
         for line in first_lines([f"also: {other}" for other in others], _MAX_SHOWN - 1):
             error.add_note(line)
@@ -286,7 +286,7 @@ def _find_difference(
         if planned.later:
             axes = dict.fromkeys(axis for later in planned.later for axis in later.axes)
             verbs = join_words(f"{later.operation} along {join_words(later.axes)}" for later in planned.later)
-            message += f"; the plan has a later {verbs}, without which it is a part along {join_words(axes)}"
+            message += f"; without the later {verbs} of the plan, it is only a part along {join_words(axes)}"
     return GradientFinding("reference", planned.name, (plan.rank,), message, difference)
 
 

@@ -87,7 +87,7 @@ class GradientConfig:
         instances = self.num_distributed_optimizer_instances
         if self.reduce_scatter_with_fp32_accumulation and (self.average_in_collective or instances > 1):
             raise UsageError(
-                "reduce_scatter_with_fp32_accumulation adds up by itself, in one instance",
+                "reduce_scatter_with_fp32_accumulation sums gradients itself, in a single instance",
                 got=f"average_in_collective={self.average_in_collective}, {instances} instances",
                 want="False and 1",
             )

@@ -158,7 +158,7 @@ def _match_parameters(module: Modules, plan: GradientPlan) -> dict[str, torch.nn
         if parameter is None or local is None or got != want:
             raise at.usage_error("it differs from the plan", _PLAN_AGAIN, got, want)
         if not parameter.requires_grad:
-            raise at.usage_error("it is frozen, and needs a gradient by the plan", _PLAN_AGAIN)
+            raise at.usage_error("it is frozen, but the plan expects its gradient", _PLAN_AGAIN)
         if hasattr(parameter, "main_grad"):
             raise at.usage_error(
                 "it has a main_grad already: two hooks would take the gradient from each other",
@@ -371,7 +371,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise At(planned.name, self.plan.rank).error(
                 f"its gradients of this step were added up over replicas, and not along {axes}",
                 "call finalize_model_grads, not finish_grad_sync, or zero_grad_buffer(discard=True) on all ranks",
-                want=f"also a {later.operation} over ranks {list(later.ranks)}: {later.reason}",
+                want=f"and a {later.operation} over ranks {list(later.ranks)}: {later.reason}",
             )
         self.later_is_due = False
         if discard and not self.sync.is_finished:
@@ -379,7 +379,7 @@ class DistributedDataParallel(torch.nn.Module):
             # A rank that finishes the step instead receives this fault; the others suppress it with all other faults.
             rank = self.plan.rank
             text = f"rank {rank} dropped this step by zero_grad_buffer(discard=True), and other ranks exchange it"
-            self.sync.faults.append(At(rank=rank).fault(text, "drop a step on all ranks, or on none"))
+            self.sync.faults.append(At(rank=rank).fault(text, "skip the step on all ranks, or on none"))
             with suppress(GradientError):
                 self._exchange([])
         else:

@@ -88,7 +88,7 @@ class LaterSync:
                     f"its shapes in chunks {first.chunk} and {other.chunk} of rank {rank} differ",
                     "rename parameters that are not copies, or do not mark them over_pp",
                     f"{other.gradient.numel()} elements",
-                    f"the {first.gradient.numel()} of {first.name}, whose copy it is",
+                    f"{first.gradient.numel()}, as in its other copy {first.name}",
                 )
                 for other in others
                 if other.gradient.shape != first.gradient.shape

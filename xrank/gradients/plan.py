@@ -421,7 +421,7 @@ def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> I
     axis = place.tensor_axis(role.is_expert)
     along = place.ranks((axis,), role.is_expert)
     if role.over_tp is not None and len(along) > 1:
-        part = "a part of its gradient" if role.over_tp == "sum" else "a gradient of its own"
+        part = "a part of its gradient" if role.over_tp == "sum" else "its own gradient"
         yield LaterReduction("tensor", (axis,), along, role.over_tp, f"each has {part}: {role.reasons['tp']}")
     if role.tied is None or len(stages) < 2:
         return

@@ -170,7 +170,7 @@ def _rename_axes(mesh: DeviceMesh, aliases: Mapping[str, str]) -> DeviceMesh:
         both = [axis for axis, name in zip(mesh.axis_names, names, strict=True) if name == twice]
         raise At().layout_error(
             f"two axes of the mesh {mesh.grid!r} would be {twice!r}: {' and '.join(map(repr, both))}",
-            f"map one of them to another name, such as axes={{{both[1]!r}: 'dp_shard'}}",
+            f"map one of them to a different name, such as axes={{{both[1]!r}: 'dp_shard'}}",
         )
     return DeviceMesh(mesh.shape, names, mesh.ranks)
 
@@ -355,7 +355,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     elif not getattr(parameter, "allreduce", True):
         is_expert, reasons["expert"] = True, "its attribute allreduce is False, as Megatron marks experts"
     elif "ep" in sharded:
-        is_expert, reasons["expert"] = True, "its placement cuts it along ep"
+        is_expert, reasons["expert"] = True, "its placement splits it along ep"
 
     tensor_axis = place.tensor_axis(is_expert)
     # Megatron sets it on the parts of its column- and row-parallel layers.
@@ -371,7 +371,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
         )
     if over_tp in ("sum", "average") and num_parts > 1 and tensor_axis in sharded and reason is not _BY_NAME:
         raise At(name, place.rank).usage_error(
-            f"it is cut along {tensor_axis}, and {reason}, so gradients of different elements would be added up",
+            f"it is split along {tensor_axis}, and {reason}, so gradients of different elements would be added up",
             'correct the mark, or mark(parameter, over_tp="own")',
         )
     # A norm of queries or keys that is cut along tp holds its own part: its name alone asks for no sum.

@@ -547,7 +547,8 @@ def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple
     for axes, placement in zip(axes_by_dim, parameter.placements, strict=True):
         if len(axes) > 1 and not placement.is_replicate():
             raise At(name, one.model.plan.rank).layout_error(
-                f"it is cut along one axis of its mesh that is {len(axes)} of the plan's: {', '.join(axes)}",
+                f"it is split along an axis of its mesh that corresponds to {len(axes)} axes of the plan's: "
+                f"{', '.join(axes)}",
                 "make the plan with the mesh of the parameters, or give layouts= with a rule for it",
             )
     # The plan's names; axes that cut nothing keep their own.
@@ -575,7 +576,7 @@ def _layout_from_attributes(
         stride = getattr(parameter, "partition_stride", 1)
         if not 0 <= dim < len(local) or local[dim] % stride:
             raise At(name, plan.rank).layout_error(
-                f"it is cut along {axis}, and the dim is unknown: partition_dim={dim!r}, partition_stride={stride!r}",
+                f"it is split along {axis}, and the dim is unknown: partition_dim={dim!r}, partition_stride={stride!r}",
                 "give layouts= with a rule for it",
             )
         shape[dim] *= length

@@ -141,7 +141,7 @@ class RankWatch:
                     "the ranks did not all come to a step's collective within the timeout of their process group",
                     rank=self._rank,
                     got=str(error).splitlines()[0][:200],
-                    next_step="see what the other ranks do: py-spy dump --pid PID",
+                    next_step="find out what the other ranks are doing: py-spy dump --pid PID",
                 ) from error
             raise
 

@@ -40,10 +40,11 @@ class XrankCallback(Callback):  # type: ignore[misc, unused-ignore]  # checked w
         """
         if isinstance(trainer.strategy.model, FullyShardedDataParallel):
             raise UsageError(
-                "the callback cannot export from FSDPStrategy, whose flat parameters reach beyond the model",
+                "the callback cannot export from FSDPStrategy: its flat parameters also contain "
+                "parameters of the LightningModule",
                 got="FSDPStrategy (FSDP1)",
                 want="ModelParallelStrategy (FSDP2), DeepSpeedStrategy, DDPStrategy or one process",
-                next_step="take ModelParallelStrategy, or gather Lightning's checkpoints: xrank gather",
+                next_step="use ModelParallelStrategy, or gather Lightning's checkpoints: xrank gather",
             )
         model = getattr(pl_module, self._attribute) if self._attribute else pl_module
         self._saves.start(model, os.path.join(self._out, f"step-{trainer.global_step}"))

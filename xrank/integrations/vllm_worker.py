@@ -339,7 +339,7 @@ class WeightChecker:
             return {"status": "reset"}
         if action != "compare":
             raise UsageError(
-                "weight_checker knows no such action",
+                "weight_checker has no such action",
                 got=repr(action),
                 want="checksum, reset or compare",
                 next_step="give one of these",

@@ -596,7 +596,7 @@ def parse_companion(text: str) -> Companion:
         reader.take("=")
         dim = reader.integer("a dim's number")
         reader.take(",")
-        companion = Companion(of, base, (), dim, reader.integer("how many elements one holds"))
+        companion = Companion(of, base, (), dim, reader.integer("a number of elements"))
     reader.take(")")
     reader.end()
     if min(companion.blocks, default=companion.factor) < 1:

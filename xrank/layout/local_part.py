@@ -455,7 +455,7 @@ def places_of(
             mesh.axis_length(axis)
         length = lengths[axis]
         if axis not in coordinate:
-            what = f"a coordinate lacks the place along {axis!r}, which the layout {layout} uses"
+            what = f"a coordinate lacks the index along {axis!r}, which the layout {layout} uses"
             raise LayoutError(what, got=str(dict(coordinate)), want=f"{axis}=0 to {axis}={length - 1}")
         place = operator.index(coordinate[axis])
         mesh.check_place(axis, place, length)
@@ -536,7 +536,7 @@ def infer_shape(
             what = f"rank {rank}'s local shape {shape} does not have the dims of the layout {layout}"
             raise LayoutError(what, rank=rank, got=f"{len(shape)} dims", want=f"{len(layout.dims)} dims")
         if at[rank] is None:
-            what = f"rank {rank} has a part, but holds none by the layout {layout}"
+            what = f"rank {rank} has a part, but the layout {layout} gives it none"
             next_step = "correct the layout's \"where\", or the mesh's order of ranks"
             raise LayoutError(what, rank=rank, got=str(shape), want="no part", next_step=next_step)
     if not shapes:

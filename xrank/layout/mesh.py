@@ -201,7 +201,7 @@ class DeviceMesh:
     def check_place(self, axis: str, place: int, length: int) -> None:
         """Raise an error for a place outside an axis of this length, of the mesh or of its view."""
         if not 0 <= place < length:
-            what = f"the mesh {self.grid!r} has no place {place} along {axis!r}"
+            what = f"the mesh {self.grid!r} has no index {place} along {axis!r}"
             raise LayoutError(what, got=f"{axis}={place}", want=f"0 to {length - 1}")
 
     def check_axes(self, axes: Iterable[str]) -> None:
@@ -313,7 +313,7 @@ class MeshIndex(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.places) != len(self.mesh.shape):
-            what = f"the place {self.places} is not in the mesh {self.mesh.grid!r}"
+            what = f"the coordinate {self.places} is not in the mesh {self.mesh.grid!r}"
             raise LayoutError(what, got=f"{len(self.places)} axes", want=f"{len(self.mesh.shape)} axes")
         self.mesh.rank_at(self.coordinate)
 

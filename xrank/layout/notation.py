@@ -346,7 +346,7 @@ class TextParser:
         value = int(self.take("integer", want))
         # "4f" would be read as the product "4 f".
         if self.next.kind == "name" and self.next.position == self._end:
-            raise self.refusal(f'a blank or another mark after the integer "{token.text}"')
+            raise self.refusal(f'a space or a symbol after the integer "{token.text}"')
         return value
 
     def refusal(self, want: str, next_step: str | None = None) -> LayoutError:
@@ -544,18 +544,18 @@ class TextParser:
 
     def _place_along(self, known: list[Where]) -> Where:
         if any(where.axis == self.next.text for where in known):
-            raise self.refusal("an axis that has no place yet")
+            raise self.refusal("an axis without an index")
         axis = self.take("name", "an axis")
         self.take("=")
         if self.next.text == "last":
             self.take("name")
             return Where(axis, None, None)
-        first = self.integer('a place: an integer, a range such as 0..3, or "last"')
+        first = self.integer('an index: an integer, a range such as 0..3, or "last"')
         if not self.accept(".."):
             return Where(axis, first, first)
         if self.next.kind == "integer" and len(self.next.text) < 20 and int(self.next.text) < first:
-            raise self.refusal(f"a place from {first} on")
-        return Where(axis, first, self.integer("the last place of the range"))
+            raise self.refusal(f"an index of {first} or more")
+        return Where(axis, first, self.integer("the last index of the range"))
 
 
 def _depth(node: Node) -> int:

@@ -57,7 +57,7 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
     for where in tree.where:
         length = None if lengths is None else lengths[where.axis]
         if length is not None and where.last is not None and where.last >= length:
-            what = f"the layout {text} names a place that the axis {where.axis!r} does not have"
+            what = f"the layout {text} names an index that the axis {where.axis!r} does not have"
             raise LayoutError(what, got=f"{where.axis}={where.last}", want=f"0 to {length - 1}")
 
 

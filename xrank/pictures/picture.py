@@ -783,7 +783,7 @@ def show(what: Any, shape: Sequence[int] | Mapping[str, Sequence[int]] | None = 
 
 
 def _shape_error(subject: str, want: str) -> UsageError:
-    return UsageError(f"{subject} is drawn over global shapes, and none is given", want=want, next_step="pass shape=")
+    return UsageError(f"drawing {subject} needs global shapes, but none are given", want=want, next_step="pass shape=")
 
 
 def _layout_holdings(layout: TensorLayout, shape: Any) -> Holdings:

@@ -184,7 +184,7 @@ def is_mooncake(wire: str | None, call: str) -> bool:
         return False
     if wire != "mooncake":
         next_step = f"leave {option('wire')} out: ranks of one host read through the kernel, others through sockets"
-        raise UsageError(f"{call} knows no {option('wire')} of this name", got=repr(wire), next_step=next_step)
+        raise UsageError(f"{call} has no {option('wire')} of this name", got=repr(wire), next_step=next_step)
     try:
         import mooncake.engine  # noqa: F401
     except ImportError as error:

@@ -63,7 +63,7 @@ class MemoryPlace(Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.json.decode(text, type=cls)
         except (ValueError, RecursionError, TypeError):
             raise damage_error(
-                f"rank {rank} does not describe a place in its memory", ascii(text[:200]), rank=rank
+                f"rank {rank} does not describe an address in its memory", ascii(text[:200]), rank=rank
             ) from None
 
     @property

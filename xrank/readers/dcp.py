@@ -184,10 +184,11 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor], 
             # The metadata is written last, so an item after the last one that it names is of another save.
             if opened.nbytes >= end + len(_ARCHIVE) and opened.read(end, len(_ARCHIVE)) == _ARCHIVE:
                 raise opened.origin.contradiction(
-                    "continues after the last piece that .metadata names in it: they belong to two saves",
+                    "is longer than the pieces that .metadata lists in it: the two belong to different saves",
                     f"{opened.nbytes:,} bytes, an item at byte {end:,}",
                     f"{end:,} bytes",
-                    "if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
+                    "if a save into this folder was interrupted, use a different checkpoint; if not, copy the whole "
+                    "folder again",
                 )
             rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine])
             files[-1] = SourceFile.from_status(opened.origin.path, opened.status)
@@ -240,7 +241,7 @@ def _check_presence(
             rank=rank,
             file=os.path.join(folder, name),
             got=f"{len(used) - len(missing)} files",
-            want=f"the {len(used)} files that .metadata names for the model",
+            want=f"the {len(used)} files that .metadata lists for the model",
             next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
             f"then {AGAIN}; nothing was written",
         )
@@ -334,7 +335,7 @@ class _FileReader:
         if other is file or all(self._is_uniform(file, *row[:3]) for row in rows[:16].tolist()):
             return
         error = file.origin.contradiction(
-            f"holds the same bytes as {os.path.basename(other.origin.path)}: one is a copy of the other",
+            f"contains the same bytes as {os.path.basename(other.origin.path)}: one is a copy of the other",
             f"equal checksums of all {len(rows)} pieces",
             "different pieces in each file",
             "copy both files again from where they were written",

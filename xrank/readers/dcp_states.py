@@ -50,12 +50,12 @@ def read_dcp_state(path: str, hints: Hints) -> TrainingState:
     metadata = read_folder(path)
     model, part = DcpReader().read_part(path, metadata, hints)
     own, folder = {*part.tensors.values(), *part.values.values()}, path
-    left_out = [LeftOut(name, "a value beside the model's tensors") for name in part.values.values()]
+    left_out = [LeftOut(name, "a value next to the model's tensors") for name in part.values.values()]
     around, name = os.path.split(places.absolute(path))
     if MODEL_FOLDER.fullmatch(name):
         folder, own = os.path.join(around, name.replace("pytorch_model_fsdp", "optimizer")), set()
         if not places.is_folder(folder):
-            want, step = "the optimizer's folder beside the model's", "copy it from where it was saved"
+            want, step = "the optimizer's folder next to the model's", "copy it from where it was saved"
             raise Origin(folder).incomplete("is missing", list_text(places.list_names(around)), want, step)
         metadata = read_folder(folder)
     saved, origin = _find_optimizer(metadata, own), Origin(metadata.path)

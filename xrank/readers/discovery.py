@@ -476,7 +476,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     if not found:
         return None
     doubt = "passed over" if found[0][0] not in begun else "read all the same"
-    note = f"a save that may not have finished, by its name, was {doubt}: {list_text(begun, 3)}"
+    note = f"a save with a name that suggests that it did not finish was {doubt}: {list_text(begun, 3)}"
     return _choose_reader(*found[0])._replace(notes=(("unfinished", note),) if begun else ())
 
 

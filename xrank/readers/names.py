@@ -81,7 +81,7 @@ _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _AVERAGED = "n_averaged"
 """torch/optim/swa_utils.py: AveragedModel counts in this buffer, beside the averages in ``module``."""
 FindWrapping: TypeAlias = Callable[[Sequence[str]], Callable[[str], str] | None]
-_NOTE = "parts of names that wrappers added were taken off: {} is {}"
+_NOTE = "prefixes that wrappers added to names were removed: {} is {}"
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """Key that Lightning's Trainer writes, and Fabric does not (trainer/connectors/checkpoint_connector.py)."""
 

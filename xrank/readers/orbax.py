@@ -139,7 +139,7 @@ def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
     return None
 
 
-COPY_WHOLE = f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step"
+COPY_WHOLE = f"copy the checkpoint whole from where it was written, then {AGAIN}; or use a different step"
 
 _INDEX_ENTRY_NBYTES = 16
 _CHECKSUM_NBYTES = 4
@@ -279,7 +279,7 @@ def corrupt_error(
     one: ChosenArray, problem: str, path: str, got: str | None = None, want: str | None = None
 ) -> CorruptError:
     """Return the error for a damaged file with chunks of an array."""
-    step = "copy the checkpoint again from where it was written, or take another step"
+    step = "copy the checkpoint again from where it was written, or use a different step"
     return Subject(one.name, None, path).make(CorruptError, problem, got, want, step)
 
 
@@ -366,9 +366,9 @@ def _read(one: ChosenArray, stream: Readable, nbytes: int, path: str) -> bytes:
     try:
         content = stream.read(nbytes)
     except damage as error:
-        raise corrupt_error(one, f"{path} holds no sound chunk", path, got=str(error)) from error
+        raise corrupt_error(one, f"{path} contains a damaged chunk", path, got=str(error)) from error
     if len(content) != nbytes:
-        raise corrupt_error(one, f"{path} holds a chunk of another size", path)
+        raise corrupt_error(one, f"{path} contains a chunk of a different size", path)
     return content
 
 
@@ -576,7 +576,7 @@ def _decode(one: ChosenArray, data: bytes, path: str) -> bytes:
                 left -= len(part)
             data = b"".join(parts)
         except import_zstandard().ZstdError as error:
-            raise corrupt_error(one, f"{path} holds no sound chunk", path, got=str(error)) from error
+            raise corrupt_error(one, f"{path} contains a damaged chunk", path, got=str(error)) from error
     if len(data) != nbytes:
         _raise_size(one, len(data), path)
     return data
@@ -584,7 +584,7 @@ def _decode(one: ChosenArray, data: bytes, path: str) -> bytes:
 
 def _raise_size(one: ChosenArray, nbytes: int, path: str) -> None:
     got, want = f"{nbytes:,} bytes", f"{one.array.chunk_nbytes:,} bytes"
-    raise corrupt_error(one, f"{path} holds a chunk of another size", path, got=got, want=want)
+    raise corrupt_error(one, f"{path} contains a chunk of a different size", path, got=got, want=want)
 
 
 def _nests(array: ZarrArray, chunks: Sequence[Chunk]) -> NestTable:
@@ -676,7 +676,7 @@ def _read_tree(folder: str, store: ArrayStore) -> tuple[SavedTree, Mapping[str, 
             f"{folder} contains this array, and {TREE} does not name it",
             f"{plural(len(found), 'name')} in {TREE}",
             "the names of all arrays",
-            f"copy the checkpoint again from where it was written, then {AGAIN}; or take another step",
+            f"copy the checkpoint again from where it was written, then {AGAIN}; or use a different step",
         )
     arrays = {name: array for name, array in found.items() if array is not None}
     tree = SavedTree(

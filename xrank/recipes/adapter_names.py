@@ -559,7 +559,7 @@ def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool,
         return (False, True) in kinds
     is_doubtful = config.is_completed and not says and module.rpartition(".")[2] in _CONV1D
     if is_doubtful or any(kind != (not says, says) for kind in kinds):
-        other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
+        other = "names that occur for both kinds of layers" if is_doubtful else "other weights that are transposed"
         step = either(
             f"give PEFT's own adapter_config.json as {option('adapter_config')}",
             f"use {option('adapter', 'separate')}, and merge it with PEFT",

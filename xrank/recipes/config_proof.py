@@ -824,7 +824,7 @@ def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None,
     hole = find_hole(shapes, config)
     if hole is None:
         return ()
-    who = f"{plural(hole.num_others, 'equal module')} beside it, such as that of {hole.like}"
+    who = f"{plural(hole.num_others, 'equal module')} next to it, such as that of {hole.like}"
     if config is None or "auto_map" in config or not is_known_type(config.get("model_type")):
         return ((MISSING_TENSOR, f"{hole.name} may be missing: the model has {who}; give a base model to find out"),)
     raise lost_tensor(hole.name, f"a model that has {who}", "the same tensors in equal layers", file=found.place)

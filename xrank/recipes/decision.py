@@ -425,9 +425,8 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
             step = "give the PeftModel itself, or the result of its merge_and_unload() without adapter="
             got = f"{len(names.saved)} tensors of an adapter, and no PeftModel"
             problem = "the rank and alpha of the model's adapter are unknown"
-            raise UsageError(
-                problem, tensor=next(iter(names.saved)), got=got, want="the PeftModel, which knows them", next_step=step
-            )
+            want = "the PeftModel, which has their configuration"
+            raise UsageError(problem, tensor=next(iter(names.saved)), got=got, want=want, next_step=step)
         shapes = {shard.name: shard.shape for shard in stored.shards}
         config = parse_adapter_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
     return adapt(stored, options, stored.path, known, names=names, config=config)

@@ -170,7 +170,7 @@ def dequantize_source(found: FoundSource, dtype: str = "keep") -> FoundSource:
     """
     tensors = {shard.name: (shard.dtype, shard.shape) for shard in found.model.shards}
     weights, dropped = find_weights(tensors, find_stored_scheme(found.config, found.companions), found.model.path)
-    notes = [("dequantized", "no tensor is quantized, and all are taken as they are")]
+    notes = [("dequantized", "no tensor is quantized; all are copied unchanged")]
     model = found.model
     if weights:
         _check_stated_shapes(model, weights)
@@ -281,8 +281,8 @@ def find_weights(tensors: _Tensors, declared: StoredScheme | None, path: str) ->
                 tensor=name,
                 file=path,
                 got=f"{kind}, and a config.json that declares {'another' if known else 'no'} quantization",
-                want="a quantization_config in config.json, or hf_quant_config.json beside it",
-                next_step="put the config.json of the quantized model beside its weights",
+                want="a quantization_config in config.json, or hf_quant_config.json next to it",
+                next_step="put the config.json of the quantized model into the folder of its weights",
             )
     return weights, scales if weights else set()
 
@@ -339,12 +339,12 @@ def _misfit(encoding: Encoding, stem: str, tensors: _Tensors, path: str) -> Cont
     names = [stem + suffix for suffix in encoding.suffixes]
     got = ", ".join(f"{n.rpartition('.')[2]} {tensors[n][0]} {list(tensors[n][1])}" for n in names)
     return ContradictionError(
-        f"{names[1]}: it does not fit its weight as config.json declares the quantization",
+        f"{names[1]}: it does not fit its weight by the quantization that config.json declares",
         tensor=names[1],
         file=path,
         got=got,
         want=f"{encoding.elements} codes, and a scale for blocks of {list(encoding.block)} (0: all)",
-        next_step="put the config.json that was written with these weights beside them",
+        next_step="put the config.json that was written with these weights into their folder",
     )
 
 
@@ -367,6 +367,6 @@ def _check_stated_shapes(model: StoredModel, weights: Sequence[StoredWeight]) ->
                     tensor=weight.parts[-1],
                     file=model.path,
                     got=str(list(got)),
-                    want=f"{list(weight.shape)}, by the shapes of {weight.parts[0]} and its scales",
+                    want=f"{list(weight.shape)}, from the shapes of {weight.parts[0]} and its scales",
                     next_step="copy the files of the quantized model again, all of one save",
                 )

@@ -262,7 +262,7 @@ def filter_tensors(found: Survey, pattern: str | None) -> Survey:
         raise UsageError(
             f"{option('tensor')} must be a regular expression: {error}",
             got=repr(pattern),
-            next_step="escape what is meant as it stands",
+            next_step="escape characters that are meant literally",
         ) from None
     tensors = tuple(one for one in found.tensors if expression.fullmatch(one.name))
     if not tensors:

@@ -74,7 +74,7 @@ def copy_part(
     if room_nbytes is not None and nbytes > room_nbytes:
         room = max(room_nbytes, 0)
         raise UsageError(
-            f"{takes}, and {option('max_memory')} leaves {size_text(room)} beside the buffers",
+            f"{takes}, and {option('max_memory')} leaves {size_text(room)} in addition to the buffers",
             rank=rank,
             got=f"{nbytes:,} bytes of tensors on rank {rank}",
             want=f"at most {room:,} bytes",
@@ -288,7 +288,7 @@ def _make_plan(
     if others and plan.decision.small.config_text is not None:
         position, other = next(iter(others.items()))
         difference = _first_difference(to_builtins(own), to_builtins(other))
-        note = f"rank {ranks[position]}'s module has another config than the one that is written: {difference}"
+        note = f"rank {ranks[position]}'s module has a different config than the one that is written: {difference}"
         plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
     return plan, live
 

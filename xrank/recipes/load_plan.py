@@ -212,7 +212,7 @@ class _Fitting(Struct, frozen=True):
         new = new_parts(wanted.name, claim, shape, base).get(self.rank)
         if new is None:
             raise LayoutError(
-                f"{wanted.name}: rank {self.rank} has a part, and its layout says that it has none",
+                f"{wanted.name}: rank {self.rank} has a part, but its layout gives it none",
                 tensor=wanted.name,
                 rank=self.rank,
                 got=f"a part of shape {list(wanted.shape)}",
@@ -227,8 +227,8 @@ def _check_shape(wanted: _Wanted, what: str, got: tuple[int, ...], want: tuple[i
         return
     is_cut = wanted.claim is None and len(got) == len(want) and all(map(le, got, want))
     step = "make the module with the sizes of the source's config.json"
-    step = "say how the plain tensor is cut, with layouts=" if is_cut else step
-    problem, text = f"{wanted.name}: its {what} is not that of the source's tensor", f"{list(got)} in the module"
+    step = "describe how the plain tensor is split, with layouts=" if is_cut else step
+    problem, text = f"{wanted.name}: its {what} differs from that of the source's tensor", f"{list(got)} in the module"
     raise UsageError(problem, tensor=wanted.name, got=text, want=f"{list(want)}", next_step=step)
 
 
@@ -248,9 +248,9 @@ def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[
     first_digest = loads[0]["source"]
     for rank, digest in zip(ranks, (load["source"] for load in loads), strict=True):
         if digest != first_digest:
-            wait = "where its clients cache what they saw, wait a minute"
+            wait = "if its clients cache metadata, wait a minute"
             raise ContradictionError(
-                f"rank {rank} sees another source than rank {ranks[0]}, or its call differs",
+                f"rank {rank} sees a different source than rank {ranks[0]}, or its call differs",
                 rank=rank,
                 got=f"source {digest}",
                 want=f"source {first_digest}, as on rank {ranks[0]}: the same names, sizes and times of change",
@@ -266,11 +266,11 @@ def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[
     if not missing and not unexpected:
         return
     first = (*missing, *unexpected)[0]
-    wrong = [f"{list_text(missing)} in the module alone"] if missing else []
-    wrong += [f"{list_text(unexpected)} in the source alone"] if unexpected else []
+    wrong = [f"{list_text(missing)} only in the module"] if missing else []
+    wrong += [f"{list_text(unexpected)} only in the source"] if unexpected else []
     problem = f"{first}: {'the source has no such tensor' if missing else 'no rank has such a tensor'}"
     got, want = "; ".join(wrong), "the same names on both sides"
-    step = "make the module with the source's config.json, and tie what to_empty took apart; where one side has a "
+    step = "make the module with the source's config.json, and tie again what to_empty separated; if one side has a "
     step += f"trainer's names, give {option('recipe')}"
     raise UsageError(problem, tensor=first, file=source.path, got=got, want=want, next_step=step)
 

@@ -125,7 +125,7 @@ class GatherOptions(Struct, frozen=True):
                     compile_pattern(pattern.removeprefix("re:") if name == "quantize_ignore" else pattern)
                 except ValueError as error:
                     want = "a regular expression for whole names, as Python's re takes them"
-                    step = f"correct the expression ({error}); escape what is meant literally"
+                    step = f"correct the expression ({error}); escape characters that are meant literally"
                     raise wrong_value(name, pattern, "a regular expression", want, step=step) from None
         if self.keep_fp32 and self.dtype == "keep":
             keep, dtype = option("keep_fp32"), option("dtype")

@@ -439,7 +439,7 @@ def _refusal(conflict: Conflict) -> XrankError:
     at, others = conflict.at, conflict.others
     if conflict.is_quotient:
         return IncompleteError(
-            f"{at.tensor}: no sizes solved its shape with that of {others[0].tensor if others else 'others'}",
+            f"{at.tensor}: no sizes fit both its shape and that of {others[0].tensor if others else 'others'}",
             tensor=at.tensor,
             got=" and ".join(str(dim) for dim in (at, *others[:2])),
             want=f"whole sizes, not {conflict.want}",

@@ -423,7 +423,7 @@ def check_quantization(
         step = (told if declared.is_four_bit else "") + "gather only the adapter, if there is one: "
         step += option("include", ".*lora_.*")
         got = f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}"
-        want = f"{_METHODS[method]} beside it, as config.json declares {method}"
+        want = f"{_METHODS[method]} for it, as config.json declares {method}"
         problem = f"{bare[0]}: no file holds the scales of this quantized tensor"
         raise IncompleteError(problem, tensor=bare[0], file=found.place, got=got, want=want, next_step=step)
     has_any = bool(payloads) or any(_SCALE.search(each.name.rpartition(".")[2]) for each in listed)

@@ -251,7 +251,7 @@ def _find_difference(
         if a.shape != b.shape or not can_compare:
             return f": {a.name} is {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}", a.name
     if lacking:
-        return f", which alone hold {list_text([shard.name for shard in lacking], 3)}", lacking[0].name
+        return f", and only they contain {list_text([shard.name for shard in lacking], 3)}", lacking[0].name
     position, number = share
     rest = sorted(pairs, key=lambda pair: (prod(pair[0].shape), pair[0].name))[position::number]
     room, budget = _FIRST_NBYTES, Budget.from_memory(_MEMORY_NBYTES, default_workers())

@@ -191,7 +191,7 @@ def _agree(new: str, olds: Sequence[str], find: Callable[[str], Any], what: str)
     facts = {old: find(old) for old in olds}
     if len(set(facts.values())) > 1:
         raise ContradictionError(
-            f"{new}: the recipe makes it of tensors that do not agree about the {what}",
+            f"{new}: the recipe makes it from tensors with different values of {what}",
             tensor=new,
             got=", ".join(f"{old}: {fact}" for old, fact in facts.items()),
             want="the same of each",

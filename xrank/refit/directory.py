@@ -178,7 +178,7 @@ def _content_error(path: str, problem: str, got: str, want: str) -> CorruptError
 
 def _place_error(path: str, got: str) -> UsageError:
     return UsageError(
-        f"{path}: another user's, or not a registration, and this rank cannot replace it",
+        f"{path} belongs to a different user, or is not a registration, so this rank cannot replace it",
         file=path,
         got=got,
         want=f"a file of user {user_id()}, of {_MAX_NBYTES:,} bytes at most, or nothing",

@@ -300,7 +300,7 @@ def compare(plan: ProofPlan, trainer: Sequence[RankDigests], engine: Sequence[Ra
         raise _make_error(plan.shards[which], which, trainer, engine, sets)
     names = [shard.name for shard in plan.shards]
     partial = dict.fromkeys(names[i] for i in np.unique(number[~is_compared]).tolist())
-    unproven = {**dict.fromkeys(partial, "the engine's parts of it overlap, or are not the whole"), **plan.unproven}
+    unproven = {**dict.fromkeys(partial, "the engine's parts of it overlap, or are incomplete"), **plan.unproven}
     held_names = ((names[i], int(whole[i, 1])) for i in np.unique(number).tolist())
     return Proof({name: f"{digest:016x}" for name, digest in held_names if name not in unproven}, unproven)
 

@@ -189,11 +189,11 @@ class LoaderTarget(ModuleTarget):
         finally:
             if (moved := find_moved(places, self.list_places())) is not None:
                 raise UsageError(
-                    f"{moved[0]}: the loader replaces the parameter in place of filling it",
+                    f"{moved[0]}: the loader replaces the parameter instead of filling it",
                     tensor=moved[0],
                     got=moved[2],
                     want=moved[1],
-                    next_step="make the engine's model anew, and give its tensors with layouts=, or use iter_model",
+                    next_step="create the engine's model again, and give its tensors with layouts=, or use iter_model",
                 )
         outputs = [copy.output for copy in recording.copies]
         whole = {}

@@ -638,7 +638,7 @@ class BucketStage(Stage):
                 url = self._place.store.url(self._key_of(name))
                 got = "none" if there is None else f"{there.nbytes:,} bytes"
                 what = f"{url} is not the object that this gather wrote"
-                next_step = f"find out who else writes there; then {AGAIN}"
+                next_step = f"stop the other program that writes there; then {AGAIN}"
                 raise CorruptError(what, file=url, got=got, want=f"{nbytes:,} bytes", next_step=next_step)
 
 

@@ -166,7 +166,7 @@ _ERRORS: dict[FaultKind, tuple[type[XrankError], str, str]] = {
     ),
     FaultKind.DENIED: (UsageError, " may not be {what}", _RIGHTS),
     FaultKind.CHANGED: (ContradictionError, " changed while it was being read", f"{_FINISH}, then {AGAIN}"),
-    FaultKind.EXISTS: (OutputExistsError, " exists", "choose a different output, or find out who else writes there"),
+    FaultKind.EXISTS: (OutputExistsError, " exists", "choose a different output, or stop the other writer"),
     FaultKind.REFUSED: (UsageError, " cannot be {what}", "check the URL and the endpoint"),
 }
 

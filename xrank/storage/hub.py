@@ -139,5 +139,5 @@ def _explained(repository: str, folder: str | None = None) -> Iterator[None]:
             next_step = "set HF_TOKEN to a token that may write there, or run hf auth login"
         elif number in (409, 412):
             kind, what = OutputExistsError, f"{url}: someone else has committed meanwhile"
-            next_step = f"find out who else writes there; then {AGAIN}"
+            next_step = f"stop the other program that writes there; then {AGAIN}"
         raise kind(what, file=url, got=got, next_step=next_step + waiting) from None

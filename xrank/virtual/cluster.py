@@ -143,7 +143,7 @@ class CollectiveCall:
             rank=self.device,
             got=its,
             want=mine,
-            next_step="let all members of the group bring the same kind, element type and shape"
+            next_step="let all members of the group pass the same kind, element type and shape"
             + ("" if self.reduction else f", but for the length of dim {self.dim}"),
         )
 
@@ -423,7 +423,7 @@ def interpret(program: Program, device: VirtualDevice) -> None:
                 elif isinstance(instruction, Communicate):
                     title = instruction.collective
                 raise UsageError(
-                    f"device {device.index}: {title} returns {name!r} with another shape or element type",
+                    f"device {device.index}: {title} returns {name!r} with a different shape or element type",
                     tensor=name,
                     rank=device.index,
                     got=str(spec_of(array)),
@@ -686,7 +686,7 @@ def _copy_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return copy.deepcopy(args)
     except Exception as error:
         raise UsageError(
-            f"the arguments cannot be copied, and every device has its own: {error}",
+            f"the arguments cannot be copied, but every device needs its own: {error}",
             got=", ".join(type(arg).__qualname__ for arg in args),
             next_step="detach tensors computed with gradients; let the function itself access shared objects",
         ) from error

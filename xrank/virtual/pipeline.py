@@ -335,7 +335,7 @@ class Pipeline:
             schedule = make_schedule(schedule, num_runs, num_stages, num_chunks)
         if (schedule.num_runs, schedule.num_stages) != (num_runs, num_stages):
             raise UsageError(
-                f"the schedule {schedule.name!r} is for another pipeline",
+                f"the schedule {schedule.name!r} is for a different pipeline",
                 got=f"{schedule.num_runs} runs over {schedule.num_stages} stages",
                 want=f"{num_runs} runs over {num_stages} stages",
             )
@@ -608,7 +608,7 @@ class PipelinedOperation(Operation):
         """
         if mesh != self.pipeline.mesh:
             raise LayoutError(
-                "the pipeline has another mesh than the cluster",
+                "the pipeline has a different mesh than the cluster",
                 got=f"{self.pipeline.mesh.grid!r} of {self.pipeline.mesh.size} devices",
                 want=f"{mesh.grid!r} of {mesh.size} devices",
                 next_step="use one DeviceMesh for both",

@@ -357,7 +357,7 @@ def _run_device(job: DeviceJob, links: SharedLinks) -> NoReturn:
                 rank=job.device,
                 got=f"a {type(result).__module__}.{type(result).__qualname__}",
                 want="arrays, numbers, texts, or other picklable objects",
-                next_step="return less, or arrays alone",
+                next_step="return less, or only arrays",
             ) from error
     # exit() in the body ends the process with that status, and the host reports a dead device, as for real ranks.
     except SystemExit as error:

@@ -170,7 +170,7 @@ def group_of(mesh: DeviceMesh, device: int, axes: Axes = None, group: Group = No
             rank=device,
             got=got,
             want=want,
-            next_step="give the same list of distinct devices on each of them, and call on these alone",
+            next_step="give the same list of distinct devices on each of them, and call only on these",
         )
 
     if axes is not None:
@@ -285,7 +285,7 @@ class TensorSharding:
                     f"the axis {axis!r} has two roles in the sharding {self}: {roles[axis]} and {role}",
                     got=str(self),
                     want="each axis in one dim, or in the sum",
-                    next_step="cut one of them by another axis of the mesh, or hold it full",
+                    next_step="use a different axis of the mesh for one of them",
                 )
             roles[axis] = role
 

@@ -535,9 +535,9 @@ def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) 
     """
     over = f"({pieces} d{dim}/~{axes[-1]})/~{axes[0]}"
     what = f"dim {dim} of {where} has {pieces} pieces and is split by several axes: torch and transformers split it "
-    what += "in different ways, and gather it in yet another way"
-    next_step = f"keep the local tensors and give their layout, {over!r} if FSDP2 split them; then load "
-    next_step += "nothing into them by transformers"
+    what += "in different ways, and gather it in a third way"
+    next_step = f"keep the local tensors and give their layout, {over!r} if FSDP2 split them; then do "
+    next_step += "not load into them with transformers"
     return LayoutError(what, got=f"cuts by {list(axes)}", want="one axis that cuts the pieces", next_step=next_step)
 
 

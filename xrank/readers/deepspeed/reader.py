@@ -319,7 +319,8 @@ def _differs(one: Layer, a: ArchivedTensor, other: Layer, b: ArchivedTensor) -> 
 
 
 def _absent_layer_error(name: str, file: str, folder: str) -> IncompleteError:
-    problem = f"{folder} contains no {file}, which holds {name}" if "*" in file else f"no file of {folder} holds {name}"
+    is_pattern = "*" in file
+    problem = f"{folder} contains no {file}, where {name} should be" if is_pattern else f"no {name} in {folder}"
     return Subject(name, None, folder).incomplete(problem, None, file, _COPY.format("layers"))
 
 
@@ -728,7 +729,7 @@ def _modules(
 ) -> Modules:
     """Return the model states: one file per rank in stage 3, one file in other stages."""
     if files.models and files.rank_models:
-        problem = f"belongs to stage 3, and {next(iter(files.models.values()))} to another stage"
+        problem = f"belongs to stage 3, and {next(iter(files.models.values()))} to a different stage"
         other = next(iter(files.rank_models.values()))
         raise Origin(other).contradiction(problem, "model states of two kinds", "those of one save", ONE_SAVE)
     if is_cut:
@@ -748,7 +749,7 @@ def _modules(
 def _partition_error(files: CheckpointFiles, got: str) -> IncompleteError:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     return IncompleteError(
-        f"{files.folder} contains no {name} nor another *_optim_states.pt, which would contain the fp32 weights",
+        f"{files.folder} contains neither {name} nor a similar *_optim_states.pt with the fp32 weights",
         rank=0,
         file=os.path.join(files.folder, name),
         got=got,

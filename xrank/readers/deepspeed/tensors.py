@@ -63,7 +63,7 @@ class FlatRows:
                 got = f"shape {quote(tensor.shape)}"
                 raise origin.corrupt(f"{name} is not a row of elements", got, "one dimension")
             if tensor.dtype != self._dtypes[column]:
-                problem = f"{name} has another type than on earlier ranks"
+                problem = f"{name} has a different type than on earlier ranks"
                 raise origin.contradiction(problem, tensor.dtype, self._dtypes[column])
             self._record[rank, column] = index(tensor.key)
             self._start[rank, column], self._length[rank, column] = tensor.storage_offset, tensor.shape[0]
@@ -378,7 +378,7 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
     for rank, partition in enumerate(partitions.all):
         held = int(flats.length[rank].sum())
         if held != wanted:
-            raise _size_error(partition, f"{held:,} elements", f"{wanted:,}, by the shapes of all parameters")
+            raise _size_error(partition, f"{held:,} elements", f"{wanted:,}, from the shapes of all parameters")
         # `locate_interleaved` finds every rank's piece at the borders of rank 0's sub-groups.
         if (flats.length[rank] != flats.length[0]).any():
             group = int(np.flatnonzero(flats.length[rank] != flats.length[0])[0])

@@ -84,7 +84,7 @@ def shard_grid(folder: str) -> ShardGrid:
     if len(worlds) > 1:
         file = next(iter(min(worlds.values(), key=len).values()))
         got = "; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items()))
-        problem = "belongs to another save than the files beside it"
+        problem = "belongs to a different save than the other files"
         raise Origin(file).contradiction(problem, got, "files of one save", ONE_SAVE)
     ((count, files),) = worlds.items()
     return ShardGrid(folder, files, count)
@@ -106,7 +106,7 @@ class ShardPieces(Struct):
             dtype, ndim, row = self.by_name.setdefault(tensor.name, known)
             if (dtype, ndim) != (tensor.dtype, len(tensor.shape)):
                 raise Origin(header.path).contradiction(
-                    f"{tensor.name}: rank {rank}'s piece has another type than earlier pieces",
+                    f"{tensor.name}: rank {rank}'s piece has a different type than earlier pieces",
                     f"{tensor.dtype}, {len(tensor.shape)} dims",
                     f"{dtype}, {ndim} dims",
                     ONE_SAVE,
@@ -274,7 +274,7 @@ def _proof_error(
     tensor = (loose.tensor if loose is not None else None) or unproven[0]
     reached = f"pieces that reach to {list(shapes[tensor])}; " if tensor in shapes else ""
     wants = [f"{loose.want}, or a base model" if loose is not None else "a base model with these names"]
-    remedy = f"give {option('base_model', metavar='DIR')}, whose shapes decide"
+    remedy = f"give {option('base_model', metavar='DIR')} to prove its shapes"
     if loose is not None and loose.want != "a base model with it":
         remedy = f"put the model's config.json into {path}, or {remedy}"
     holes = grid.holes()
@@ -311,5 +311,5 @@ def _shape_error(
         "its pieces reach beyond the base model's tensor",
         str(list(shape)),
         f"{list(want)}, as in the base model",
-        f"give the base model that was trained; if shards of two saves lie here, {ONE_SAVE}",
+        f"give the base model that was trained; if the folder contains shards of two saves, {ONE_SAVE}",
     )

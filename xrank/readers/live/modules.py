@@ -161,7 +161,7 @@ def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
     layout = from_placements(mesh, tensor.placements, tensor.ndim, order)
     if layout.tree.sums:
         raise LayoutError(
-            f"the ranks along {layout.tree.sums[0]!r} hold addends of a sum, not parts or replicas",
+            f"the ranks along {layout.tree.sums[0]!r} hold partial sums, not parts or replicas",
             got=str(tensor.placements),
             next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
         )
@@ -394,7 +394,7 @@ def _read_fsdp1(units: Sequence[tuple[str, Any]], world_size: int) -> _Found:
         names = [f"{inner}.{name}" for name in flat._fqns]
         if any(one is not None for one in flat._param_extensions):
             problem = f"{names[0]} is cut by tensor parallelism inside an FSDP1 module"
-            raise _cut_error(problem, "FSDP1 over DTensors", "fully_shard (FSDP2) over DTensors, or FSDP1 alone")
+            raise _cut_error(problem, "FSDP1 over DTensors", "fully_shard (FSDP2) over DTensors, or only FSDP1")
         managed |= {id(flat), *map(id, flat._params or ()), *map(id, flat._shared_params or ())}
         # NO_SHARD keeps the buffer whole on every rank.
         group = _ranks_of(handle.process_group)
@@ -449,7 +449,7 @@ def _own_rank() -> int:
 def _same_ranks(name: str, known: list[int] | None, ranks: list[int]) -> list[int]:
     if known is None or known == ranks:
         return ranks
-    problem = f"{name} is cut between other ranks than the parameters before it"
+    problem = f"{name} is split between different ranks than the parameters before it"
     raise _cut_error(problem, f"ranks {ranks}", f"ranks {known}")
 
 
@@ -463,6 +463,6 @@ def _mesh_of(ranks: Sequence[int], copies: Sequence[int], world_size: int) -> De
     own = _own_rank()
     if list(ranks) != list(range(low, low + count)) or list(copies) != list(range(own % count, world_size, count)):
         got = f"cut between ranks {list(ranks)}, copied on ranks {list(copies)}"
-        want = "ranks in a row, and the same place in each row"
+        want = "consecutive ranks, with copies at the same position of each row"
         raise _cut_error("FSDP's groups are not rows of the world's ranks", got, want)
     return DeviceMesh((len(copies), count), ("replica", "shard"))

@@ -157,7 +157,7 @@ def _read_hashes(
         got = f"{type(error).__name__}: {quote(str(error))}"
         raise origin.corrupt("is not a list of hashes", got, "algorithm, and files with hashes") from None
     if algorithm != "sha256":
-        step = "use a version of xrank that knows it, or save the checkpoint with sha256"
+        step = "use a version of xrank that supports it, or save the checkpoint with sha256"
         problem = "lists hashes of an algorithm that is not supported"
         raise origin.usage(problem, quote(str(algorithm)), "sha256", step)
     for name, digest in digests.items():

@@ -88,7 +88,7 @@ def places_of(sizes: ParallelSizes, folder: str) -> tuple[GridPlace, ...]:
     if sizes.expert > 1 and sizes.expert_tensor != sizes.tensor:
         if sizes.tensor % sizes.expert_tensor or sizes.world is None or sizes.world % sizes.pipeline:
             raise Origin(folder).usage(
-                "its experts are cut over another number of ranks than other layers, which is not supported",
+                "its experts are split over a different number of ranks than other layers, which is not supported",
                 f"{sizes}, world size {sizes.world}",
                 "ETP that divides TP, and a world size",
                 "save with --ckpt-format torch_dist",
@@ -250,7 +250,7 @@ def read_rank_file(path: str, rank: int | None) -> MegatronRankFile:
     if version != _VERSION:
         got = f"checkpoint_version {quote(str(version))}"
         step = "load and save it once with a newer Megatron"
-        raise origin.usage("has another version of the format", got, str(_VERSION), step)
+        raise origin.usage("has a different version of the format", got, str(_VERSION), step)
     sizes = parallel_sizes(args, origin)
     found = {int(match[1]): key for key in state if isinstance(key, str) and (match := _CHUNK.fullmatch(key))}
     keys = [found[number] for number in sorted(found)] if sizes.virtual > 1 else ["model"]
@@ -297,12 +297,12 @@ def check_agreement(first: MegatronRankFile, file: MegatronRankFile) -> None:
         ours, theirs = (one.args.get(key, "<missing>") for one in (file, first))
         # repr compares types, too, and makes NaN equal NaN.
         if not _OWN.fullmatch(key) and repr(ours) != repr(theirs):
-            problem = f"belongs to another run than {first.origin.path}: args.{quote(key)[1:-1]} differs"
+            problem = f"belongs to a different run than {first.origin.path}: args.{quote(key)[1:-1]} differs"
             want = f"{ascii(theirs)[:200]}, as in {first.origin.path}"
             raise Origin(file.origin.path).contradiction(problem, ascii(ours)[:200], want)
     if repr(first.iteration) != repr(file.iteration):
         got, want = (f"iteration {quote(str(one.iteration))}" for one in (file, first))
-        raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
+        raise file.origin.contradiction(f"belongs to a different iteration than {first.origin.path}", got, want)
 
 
 def check_identities(
@@ -425,7 +425,7 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, si
             expert_in(name)
         except ValueError:
             raise file.origin.layout(
-                f"{quote(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
+                f"{quote(name)[1:-1]}: it is unknown how Megatron splits a tensor of this name",
                 "experts without a number in their name",
                 "an expert's number in the name, or all experts of a layer as GroupedMLP has them",
                 "save with --ckpt-format torch_dist, which records it",
@@ -515,7 +515,7 @@ def layouts_of(
         held = tensors[unknown[0]].held[0]
         more = likewise_text([quote(name)[1:-1] for name in unknown[1:]])
         raise held.of(quote(unknown[0])[1:-1]).layout(
-            f"it is unknown how Megatron cuts a tensor of this name{more}",
+            f"it is unknown how Megatron splits a tensor of this name{more}",
             f"a part of shape {list(held.shape)}",
             f"a name in xrank's table, or a rule of {option('layouts')} on the axes tp and etp",
             f"give {option('layouts', metavar='FILE')} with its layout, or save with --ckpt-format torch_dist",
@@ -554,7 +554,7 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
             part = local_part(layout, mesh, at, shape)
             if part is None or part.sums or part.shape != held.shape:
                 raise held.of(parts.name).contradiction(
-                    f"the part in {held.file} has another shape than its layout gives it",
+                    f"the part in {held.file} does not have the shape that its layout gives",
                     str(list(held.shape)),
                     f"{None if part is None else list(part.shape)}, by {layout} of {list(shape)}",
                 )
@@ -709,7 +709,7 @@ def _layers(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes) -
             count = count_layers(chunk, file.origin.path, place.rank(sizes))
             known = counts.setdefault((number, place.pipeline), count)
             if known != count:
-                problem = "contains another number of layers than other ranks of its stage"
+                problem = "contains a different number of layers than other ranks of its stage"
                 want = f"{known}, as on the first rank of stage {place.pipeline}"
                 raise file.origin.contradiction(problem, f"{count} layers", want)
     return counts

@@ -239,7 +239,7 @@ def _resolve_layout(
         is_marked = marked is None and has_no_dim and getattr(value, "tensor_model_parallel", False)
         if is_expert or is_marked or (marked is not None and marked.dim is not None and _PACKED.fullmatch(name)):
             raise at.layout(
-                "how Megatron cuts a tensor of this name is not known",
+                "it is unknown how Megatron splits a tensor of this name",
                 f"a part of shape {list(value.shape)}"
                 + (f", cut along dim {marked.dim}" if marked else ", tensor_model_parallel" if is_marked else ""),
                 "a name that xrank's table has, or a rule of layouts=",
@@ -290,7 +290,7 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
             expert_in(name)
         except ValueError:
             raise Subject(name, rank).layout(
-                "the cut of an expert's tensor of this name is not known",
+                "it is unknown how an expert's tensor of this name is split",
                 "experts without a number in their name",
                 "a name that xrank's table has",
                 _RECORDED,
@@ -298,7 +298,7 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
     try:
         count = count_experts(names)
     except ValueError as error:
-        problem = f"rank {rank} holds experts with gaps, or not the same in all layers"
+        problem = f"rank {rank}'s experts have gaps, or differ between layers"
         want = "experts counted from 0 on, as many in each layer"
         raise rank_error(rank, problem, str(error), want, _AS_MADE) from None
     total = next((getattr(config, "num_moe_experts", None) for config in configs_of([chunk])), None)
@@ -320,7 +320,7 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
     # Every stage numbers the layers of multi-token prediction and of a tower as the whole model does.
     odd = (name for name in names if ".layers." in name and name not in stages and not in_vision_tower(name))
     other = next((name for name in odd if not name.startswith("mtp.") and ".mtp." not in name), None)
-    problem = "which layer of the whole model this is, is not known"
+    problem = "the number of this layer in the whole model is unknown"
     if other is not None and not is_whole:
         raise Subject(other, rank).layout(
             problem,

@@ -170,7 +170,7 @@ def check_iteration(folder: str, recorded: object, file: str) -> int | None:
     found = _ITERATION.fullmatch(name)
     if found is not None and step is not None and step != int(found[1]):
         raise Origin(file).contradiction(
-            "belongs to another iteration than its folder",
+            "belongs to a different iteration than its folder",
             f"iteration {step}",
             f"iteration {int(found[1])}, as in the folder's name",
             f"copy {name} again from where it was written",

@@ -241,7 +241,7 @@ def plan_work(
                     f"{option(name)} was given, but {path} is not a layout file",
                     file=path,
                     got=option(name, value),
-                    want="a layout file, which alone leaves the mesh and element type open",
+                    want="a layout file: only for it can the mesh and element type be chosen",
                     next_step=f"leave {option(name)} out; or start from a layout file: xrank layout show {path} --toml",
                 )
         if to is not None:
@@ -287,7 +287,7 @@ def _check(operation: str, to: str | os.PathLike[str] | None, num_ranks: int | N
         raise UsageError(
             f"{option('to')} was {'not given' if to is None else 'given'}, and the operation is {operation}",
             got=option("operation", operation),
-            want=f"{option('to', metavar='FILE')}, the new layout, with a reshard or refit alone",
+            want=f"{option('to', metavar='FILE')}, the new layout, only with a reshard or refit",
             next_step=f"add {option('to', metavar='FILE')}"
             if to is None
             else f"leave {option('to')} out, or give {option('operation', 'reshard')}",
@@ -506,7 +506,7 @@ def simulation_rows(found: Simulation) -> list[tuple[str, str]]:
             *(("assumed", text) for text in ASSUMED),
         ]
     if not traffic.is_each_read:
-        counted = "reads of whole windows: messages are estimated, and so are bytes that lie between wanted ones"
+        counted = "reads cover whole windows, so messages and the bytes between wanted ones are estimates"
         rows.append(("counted", counted))
     return rows
 

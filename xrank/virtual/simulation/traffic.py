@@ -440,7 +440,7 @@ def _unknown_rate(name: str) -> UsageError:
         f"{option('link')} lacks {name}, which this operation needs",
         got=f"rates without {name}",
         want=f"{name}=2GB/s, or whatever the machine does",
-        next_step=f"add {name} to {option('link')}; or leave it out, for bytes and messages alone",
+        next_step=f"add {name} to {option('link')}; or omit it, for only bytes and messages",
     )
 
 
