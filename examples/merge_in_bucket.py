@@ -1,6 +1,6 @@
 """Merge a sharded checkpoint from a bucket into a bucket, with a server that this script starts.
 
-    pip install 'xrank[remote,torch]' 'moto[server]'
+    pip install torch obstore botocore 'moto[server]'
     python examples/merge_in_bucket.py
 
 With a bucket of your own, the command at the end is all that you type.

@@ -226,8 +226,8 @@ print(json.dumps(found))
     found = json.loads(python(TORCH_IS_MISSING + code, json.dumps(NEED_TORCH), cwd=tmp_path))
     for package, least in (("distribution", 8), ("gradients", 6)):
         texts = found.pop(package)
-        assert len(texts) >= least and all("needs torch: run pip install 'xrank[torch]'" in text for text in texts)
-    want = "run pip install 'xrank[torch]'"
+        assert len(texts) >= least and all("needs torch: run pip install 'torch>=2.10'" in text for text in texts)
+    want = "run pip install 'torch>=2.10'"
     assert found == {name: [f"{name} needs torch, which is not installed", want] for name in NEED_TORCH}
     assert sorted(os.listdir(tmp_path)) == ["own", "workspace"] and os.listdir(tmp_path / "own") == []
 

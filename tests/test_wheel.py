@@ -165,7 +165,7 @@ for call in (
     except xrank.errors.UsageError as error:
         print(error.next_step)
 """
-    assert run(installed / "python", "-c", code, cwd=tmp_path) == "run pip install 'xrank[torch]'\n" * 2
+    assert run(installed / "python", "-c", code, cwd=tmp_path) == "run pip install 'torch>=2.10'\n" * 2
 
 
 def test_uvx_runs_it(wheel: Path):

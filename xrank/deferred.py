@@ -19,7 +19,7 @@ def defer_imports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            message = f"{package}.{name} needs torch: run pip install 'xrank[torch]'"
+            message = f"{package}.{name} needs torch: run pip install 'torch>=2.10'"
             raise ModuleNotFoundError(message, name="torch") from error
 
     def names() -> list[str]:

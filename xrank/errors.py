@@ -484,19 +484,20 @@ def check_no_url(path: str | os.PathLike[str]) -> None:
         )
 
 
-_EXTRAS = {
-    "torch": ("torch 2.10 or newer", "torch"),
-    "cryptography": ("cryptography 42 or newer", "sign"),
-    "obstore": ("obstore 0.12 or newer", "remote"),
-    "botocore": ("botocore 1.36 or newer", "remote"),
-    "azure.storage.blob": ("azure-storage-blob 12.24 or newer", "azure"),
-    "google.auth": ("google-auth 2.30 or newer, and requests", "google"),
+_STORES = "'obstore>=0.12' 'botocore>=1.36'"
+_PACKAGES = {
+    "torch": "'torch>=2.10'",
+    "cryptography": "'cryptography>=42'",
+    "obstore": _STORES,
+    "botocore": _STORES,
+    "azure.storage.blob": "'azure-storage-blob>=12.24'",
+    "google.auth": "'google-auth>=2.30' requests",
 }
-"""Module -> the package that has it, and the extra of xrank that installs it."""
+"""Module -> what pip installs for it, as in pyproject.toml's extras. No index has xrank itself yet."""
 
 
 def require(module: str, what: str) -> None:
-    """Raise UsageError, which names the extra, unless a module is installed; it is not imported.
+    """Raise UsageError, which names the packages, unless a module is installed; it is not imported.
 
     `what` is the call that needs it, for the error.
     """
@@ -505,9 +506,8 @@ def require(module: str, what: str) -> None:
     except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
         is_there = False
     if not is_there:
-        want, extra = _EXTRAS[module]
-        message, next_step = f"{what} needs {module}, which is not installed", f"run pip install 'xrank[{extra}]'"
-        raise UsageError(message, got=f"xrank without {module}", want=want, next_step=next_step)
+        message, next_step = f"{what} needs {module}, which is not installed", f"run pip install {_PACKAGES[module]}"
+        raise UsageError(message, next_step=next_step)
 
 
 def require_linux(what: str) -> None:

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorstore", reason="pip install xrank[orbax]")
-pytest.importorskip("zstandard", reason="pip install xrank[orbax]")
+pytest.importorskip("tensorstore", reason="pip install tensorstore zstandard")
+pytest.importorskip("zstandard", reason="pip install tensorstore zstandard")
 
 from tests.readers.orbax_checkpoints import Keys, save_step, save_tree
 from tests.readers.orbax_claims import CLAIMS

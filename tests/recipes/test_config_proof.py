@@ -152,7 +152,7 @@ def save_pieces(folder: Path, model: Model) -> None:
 
 
 def save_orbax(folder: Path, model: Model) -> None:
-    pytest.importorskip("tensorstore", reason="pip install xrank[orbax]")
+    pytest.importorskip("tensorstore", reason="pip install tensorstore zstandard")
     from tests.readers.orbax_checkpoints import save_tree
 
     save_tree(folder / "default", {("params", *name.split(".")): tensor.numpy() for name, tensor in model.items()})

@@ -268,7 +268,7 @@ def _install(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def small_azure() -> Iterator[SmallAzure]:
     """The small server."""
-    pytest.importorskip("azure.storage.blob", reason="pip install xrank[azure]")
+    pytest.importorskip("azure.storage.blob", reason="pip install azure-storage-blob")
     server = SmallAzure()
     yield server
     server.close()
@@ -277,7 +277,7 @@ def small_azure() -> Iterator[SmallAzure]:
 @pytest.fixture(scope="session")
 def small_google() -> Iterator[SmallGoogle]:
     """The small server."""
-    pytest.importorskip("google.auth", reason="pip install xrank[google]")
+    pytest.importorskip("google.auth", reason="pip install google-auth requests")
     server = SmallGoogle()
     yield server
     server.close()

@@ -18,7 +18,7 @@ import pytest
 from tests.sampled import sampled_rows
 from tests.storage.closing_server import ClosingServer
 
-pytest.importorskip("obstore", reason="pip install xrank[remote]")
+pytest.importorskip("obstore", reason="pip install obstore")
 
 SECONDS = 2
 HUGE = 1 << 40

@@ -63,7 +63,7 @@ def examine_machine(path: str | os.PathLike[str] = ".") -> Report:
     if not os.path.isdir(folder):
         raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
     names = ("subject", "name", "is_there", "text")
-    found = (*_versions(), *_machine(), *_kernel(), *_folder(folder), *_surroundings())
+    found = (*_versions(), *_machine(), *_kernel(), *_folder(folder), *_environment())
     checks = [dict(zip(names, check, strict=True)) for check in found]
     return timed_report("doctor", started, path=folder, details=DoctorDetails(checks=checks))
 
@@ -160,24 +160,24 @@ def _file_system(own: str) -> Iterator[Check]:
     yield "folder", "exchange", works, text
 
 
-def _surroundings() -> Iterator[Check]:
+def _environment() -> Iterator[Check]:
     variables = environ()
     has_obstore = importlib.util.find_spec("obstore") is not None
-    text = "URLs such as s3://bucket/run are opened" if has_obstore else "run pip install 'xrank[remote]' to open s3://"
-    yield "surroundings", "object stores", has_obstore, text
+    text = "URLs such as s3://bucket/run are opened" if has_obstore else "run pip install obstore botocore to open s3://"
+    yield "environment", "object stores", has_obstore, text
     models = len(list_cached_models(variables))
-    yield "surroundings", "models cached", None, f"{models} in {hub_cache(variables)}"
+    yield "environment", "models cached", None, f"{models} in {hub_cache(variables)}"
     for package, name, error in find_plugins():
         text = f"of the package {package}" + (f": {error}" if error else "")
-        yield "surroundings", f"reader {name}", error is None, text
+        yield "environment", f"reader {name}", error is None, text
     try:
         launch, _ = find_launch(variables, distributed=False)
         text = "none: one process"
         if launch is not None:
             text = f"{launch.launcher}: rank {launch.rank} of {launch.world_size}"
-        yield "surroundings", "launcher", None, text
+        yield "environment", "launcher", None, text
     except XrankError as error:
-        yield "surroundings", "launcher", False, str(error)
+        yield "environment", "launcher", False, str(error)
     for name in SETTINGS:
         if value := setting(variables, name):
-            yield "surroundings", name, None, value
+            yield "environment", name, None, value

@@ -183,7 +183,7 @@ def gather_checkpoint(
         verify: whether to read the stage back before the rename; None: if an output is replaced.
         dry_run: prove and plan without writing.
         sign: file of a private key of an elliptic curve (PEM): the folder gets ``model.sig``, which ``model_signing
-            verify key`` and ``verify_model(signature=...)`` accept. Needs ``xrank[sign]``.
+            verify key`` and ``verify_model(signature=...)`` accept. Needs ``cryptography``.
         attest: whether to add ``model.attestation.json``, a signed in-toto statement with the source's files, ranks
             and step, the recipe and the casts.
         strict_pickles: whether to refuse a source whose pickles name classes or functions that no known framework

@@ -64,7 +64,7 @@ def verify_model(
         path: a model or a checkpoint.
         against: a model or checkpoint to compare with.
         signature: a bundle of ``gather_checkpoint(sign=...)`` or of model-signing, to compare all files with, instead
-            of the manifest; None with `public_key`: ``model.sig`` in the folder. Needs ``xrank[sign]``.
+            of the manifest; None with `public_key`: ``model.sig`` in the folder. Needs ``cryptography``.
         public_key: file of the public key (PEM) that belongs to the signature.
         layouts: a layout file, or its content, for a checkpoint without recorded layouts, in `path` or `against`.
         base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`

@@ -173,7 +173,7 @@ def new_checksum(kind: str) -> Checksum:
         try:
             from blake3 import blake3
         except ImportError:
-            next_step = "run: pip install blake3"
+            next_step = "run pip install blake3"
             raise UsageError("checksums of blake3 need a package", got="no blake3", next_step=next_step) from None
         made: Checksum = blake3()
         return made
