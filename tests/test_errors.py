@@ -111,10 +111,10 @@ def test_what_is_known_above_fills_what_is_absent() -> None:
     error.about("w", tensor="w", file="y", got="b", next_step="first")
     error.about("w", tensor="v", next_step="second")
     assert (error.message, error.tensor, error.file, error.got, error.next_step) == (
-        "w: is wrong", "w", "x", "a; b", "first",
+        "w is wrong", "w", "x", "a; b", "first",
     )  # fmt: skip
     error.advise("third")
-    assert error.next_step == "third" and error.args == ("w: is wrong",)
+    assert error.next_step == "third" and error.args == ("w is wrong",)
     short = UsageError("the sharding is wrong")
     short.about("t")  # the message begins with the same letter
     assert short.message == "t: the sharding is wrong"

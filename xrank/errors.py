@@ -273,7 +273,7 @@ class XrankError(Exception):
         The message then begins with `subject`, unless it does so already.
         """
         if subject and not self._message.startswith((f"{subject} ", f"{subject}:", f"{subject},")):
-            self._message = f"{subject}: {self._message}"
+            self._message = make_sentence(subject, self._message)
             self.args = (Text(self._message),)
         self.tensor = tensor if self.tensor is None else self.tensor
         self.rank = rank if self.rank is None else self.rank
@@ -482,6 +482,20 @@ def check_no_url(path: str | os.PathLike[str]) -> None:
             if is_file
             else "copy the folder to a disk of this machine, or mount the bucket, and give that path",
         )
+
+
+_VERB = re.compile(
+    r"(is|was|has|does|may|must|cannot|belongs|contains|differs|exists|holds|lacks|lists|names|records|trains) "
+)
+
+
+def make_sentence(subject: str, problem: str) -> str:
+    """Return a problem behind its subject, as a sentence if the problem begins with a verb.
+
+    >>> make_sentence("a.pt", "is missing"), make_sentence("a.pt", "no tensor fits")
+    ('a.pt is missing', 'a.pt: no tensor fits')
+    """
+    return subject + (" " if _VERB.match(problem) else ": ") + problem
 
 
 _STORES = "'obstore>=0.12' 'botocore>=1.36'"

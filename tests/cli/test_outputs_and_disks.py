@@ -129,7 +129,7 @@ def test_states_are_not_replaced_by_a_model(bench: Bench, how: str) -> None:
         bench.succeeds(model)
         leave(bench.out)
     before = {path: path.read_bytes() for path in bench.out.rglob("*") if path.is_file()}
-    says = [f"{bench.out}: contains the states of 4 ranks, so --overwrite does not", "choose another --out"]
+    says = [f"{bench.out} contains the states of 4 ranks, so --overwrite does not", "choose another --out"]
     for options in ([], ["--dry-run"], ["--max-shard-size", "600"]):
         bench.refused("OutputExistsError", "--overwrite", *options, says=says, file="rank_0_state.pth")
     assert {path: path.read_bytes() for path in bench.out.rglob("*") if path.is_file()} == before
@@ -478,7 +478,7 @@ def test_a_disk_that_is_full(bench: Bench) -> None:
     assert ended.returncode == 1, ended.stderr
     assert "xrank: NoSpaceError: " in ended.stderr
     assert "no space left, 2101248 bytes needed, " in ended.stderr
-    assert "want  2101248 bytes" in ended.stderr
+    assert "want 2101248 bytes" in ended.stderr
     assert "choose another --out" in ended.stderr
     ended = in_namespace(
         script.replace("ls -A", "cp -r $DISK/model $DISK/../found; ls -A"), bench, SIZE="8m", DISK=disk

@@ -123,7 +123,7 @@ def test_a_size_that_nothing_says_names_the_folder(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_shown_as_a_problem(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "checkpoint-2000")
     (source / "tokenizer.json").symlink_to("blobs/gone")
-    says = f"{source / 'tokenizer.json'}: is a broken link"
+    says = f"{source / 'tokenizer.json'} is a broken link"
     (problem,) = inspect_source(source).details["problems"]
     assert (problem["type"], problem["message"], problem["exit_code"]) == ("IncompleteError", says, 3)
     with pytest.raises(IncompleteError, match=r"is a broken link"):
@@ -151,7 +151,7 @@ def test_a_companion_that_was_cut_short_is_refused_before_anything_is_written(
     arguments = [str(source), "--out", str(tmp_path / "out"), "--base-model", str(base)]
     ended = run("gather", *arguments)
     assert ended.exit_code == 4 and not (tmp_path / "out").exists()
-    assert ended.stderr.startswith(f"xrank: CorruptError: {path}: is not a whole JSON object\n")
+    assert ended.stderr.startswith(f"xrank: CorruptError: {path} is not a whole JSON object\n")
     (problem,) = inspect_source(source, base_model=base).details["problems"]
     assert (problem["exit_code"], problem["file"]) == (4, str(path))
     layouts = LayoutMap(DeviceMesh((2,), ("tp",)))

@@ -108,7 +108,7 @@ BAD_FILES = {
         None,
     ),
     "two rules for one tensor": (FILE + '".*.weight" = "[a, b]"\n', ["matches multiple", "only one may match"], None),
-    "too few dims": (FILE.replace("[v/tp, h]", "[v/tp]"), ["embed.weight: ", "got   2 dims", "want  1 dims"], None),
+    "too few dims": (FILE.replace("[v/tp, h]", "[v/tp]"), ["embed.weight: ", "got   2 dims", "1 dims"], None),
     "an alias of nothing": (FILE + '[alias]\n"steps" = "gone"\n', ["ties steps to gone"], None),
 }  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_a_tensor(bench: Bench, rank: int, tensor: str, where: 
     says = [
         f"{tensor}, {where}: checksum of rank {rank}'s {path} at byte",
         "got   crc32 ",
-        "want  crc32 ",
+        "crc32 ",
         f"let rank {rank} ",
     ]
     bench.refused(
@@ -292,7 +292,7 @@ def test_an_archive_whose_records_are_smaller_than_its_tensors(bench: Bench) -> 
     assert taken.shape == (400,)
     assert not torch.equal(taken[100:], weights["norm.weight"][100:])
     del taken
-    says = ["does not have the size its storage claims", "got   400 bytes", "want  400 elements of 4 bytes"]
+    says = ["does not have the size its storage claims", "got   400 bytes", "400 elements of 4 bytes"]
     bench.refused("CorruptError", says=says, rank=0, file="rank_0_state.pth")
     path.write_bytes(good)
     bench.succeeds(weights)
@@ -308,7 +308,7 @@ def test_a_compressed_archive(bench: Bench) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
             archive.writestr(name, data)
-    says = ["is compressed or encrypted", "want  a stored member"]
+    says = ["is compressed or encrypted", "a stored member"]
     bench.refused("CorruptError", says=says, rank=0, file="rank_0_state.pth")
     path.write_bytes(good)
     bench.succeeds(model)

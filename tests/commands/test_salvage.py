@@ -139,7 +139,7 @@ def test_a_cut_copy_of_another_shard_gives_no_piece(tmp_path: Path) -> None:
     folder = source / "iter_0000010"
     (folder / "__2_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:9000])
     (problem,) = xrank.inspect(source).details["problems"]
-    assert "__2_0.distcp: is cut short" in problem["message"]
+    assert "__2_0.distcp is cut short" in problem["message"]
     report = xrank.gather_checkpoint(source, tmp_path / "out", recipe="none", salvage=True)
     found, right = (load_file(tmp_path / name) for name in ("out/salvaged.safetensors", "known/model.safetensors"))
     assert report.output is not None and len(found) + len(report.output.missing) == known.num_tensors

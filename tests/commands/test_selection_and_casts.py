@@ -216,7 +216,7 @@ def test_tensors_beside_indices_are_cast(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "BF16", ""])
 def test_no_dtype(bench: Bench, dtype: str) -> None:
     leave(bench.workspace)
-    says = [f"--dtype must be one of keep, base, bf16, fp16, fp32; got {dtype!r}", "want  keep, base, bf16, fp16, fp32"]
+    says = [f"--dtype must be one of keep, base, bf16, fp16, fp32; got {dtype!r}", "keep, base, bf16, fp16, fp32"]
     bench.refused("UsageError", "--dtype", dtype, says=says)
 
 

@@ -167,7 +167,7 @@ def test_a_file_of_the_cache_has_the_hash_that_it_is_named_by(tmp_path: Path, ki
     companion = CompanionFile(link.name, str(link))
     assert check_companions([companion]) == (companion,)
     blob.write_bytes(b"hellp\n")
-    with pytest.raises(CorruptError, match=r"tokenizer\.model: is not the file that was downloaded") as caught:
+    with pytest.raises(CorruptError, match=r"tokenizer\.model is not the file that was downloaded") as caught:
         check_companions([companion])
     assert name in str(caught.value)
     assert "download the model again" in (caught.value.next_step or "")

@@ -249,7 +249,7 @@ def test_bombs_take_little_time_and_memory(tmp_path: Path, name: str) -> None:
     ("added_nbytes", "says"),
     [
         # Whether the windows or the buffer is refused depends on what Python's heap has left.
-        (2 << 20, (r"not enough memory for a worker's (windows|buffer)\n", r"want  (1,048,576|2,097,152) bytes\n")),
+        (2 << 20, (r"not enough memory for a worker's (windows|buffer)\n", r"want (1,048,576|2,097,152) bytes\n")),
         (8 << 20, ("the system cannot start more threads", "a thread for each of the --workers")),
     ],
 )

@@ -220,7 +220,7 @@ class TestFoldersOfAccelerate:
 
     def test_no_optimizer(self, folder: Path) -> None:
         shutil.rmtree(folder / "optimizer_0")
-        with pytest.raises(IncompleteError, match="optimizer_0: is missing"):
+        with pytest.raises(IncompleteError, match="optimizer_0 is missing"):
             read_training_state(str(folder))
 
 

@@ -271,8 +271,7 @@ def test_text_of_a_refusal(tmp_path: Path) -> None:
     assert ended.stderr == (
         f"xrank: ContradictionError: {path}: num_hidden_layers contradicts the tensors, such as "
         "model.layers.0.input_layernorm.weight\n"
-        "  got   2 layers under model.layers\n"
-        "  want  4, by num_hidden_layers = 4\n"
+        "  got   2 layers under model.layers; want 4, by num_hidden_layers = 4\n"
         "  try   copy the files of the other layers, such as those of a pipeline stage, or use an earlier checkpoint; "
         f"if the model has 2, put the model's own config.json in place of {path}, then run the same command (exit 4)\n"
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.storage.histories import FastClock
 from tests.storage.servers import SECRET
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.storage.client import (
@@ -123,3 +124,11 @@ def test_the_deadline_ends_the_repetitions_and_the_error_names_object_and_range(
     assert failure.value.exit_code == 1
     assert "s3://b/k could not be read at bytes 7 to 10, tried" in failure.value.message
     assert failure.value.got == "500 Internal Server Error"
+
+
+def test_a_store_that_does_not_answer_is_named_once_while_requests_are_repeated(caplog):
+    backend = Failing(*[FaultError(FaultKind.PASSING, "no connection")] * 9)
+    store = ObjectStore("s3://b", backend, StoreSettings(), FastClock())
+    assert store.read("k", 0, 4) == bytes(4)
+    text = "s3://b: no connection; requests are repeated for up to 300 s (XRANK_STORE_TIMEOUT)"
+    assert [record.getMessage() for record in caplog.records] == [text]

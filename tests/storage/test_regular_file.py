@@ -86,10 +86,10 @@ def test_errors_name_file_and_rank_and_survive_pickling():
         Origin("p", 3).usage("is bad", next_step="do"),
     ):
         again = pickle.loads(pickle.dumps(error))
-        assert str(again) == "rank 3: p: is bad"
+        assert str(again) == "rank 3: p is bad"
         assert (again.file, again.rank) == ("p", 3)
         assert again.next_step
-    assert str(Origin("p").corrupt("is bad")) == "p: is bad"
+    assert str(Origin("p").corrupt("is bad")) == "p is bad"
 
 
 def test_what_a_file_says_is_printed_short_and_plain():

@@ -46,6 +46,21 @@ def test_credentials_in_a_url_are_refused_without_being_repeated(given):
     assert "secret" not in str(failure.value.to_dict()) and "marked" not in str(failure.value.to_dict())
 
 
+@pytest.mark.parametrize(
+    ("given", "next_step"),
+    [
+        ("s3://", "give one, as in s3://NAME/folder"),
+        ("https://", "give one, as in https://NAME/folder"),
+        ("gs//bucket/a", "give gs://bucket/a, or ./gs//bucket/a for a folder of this machine"),
+    ],
+)
+def test_a_slip_in_a_url_is_not_a_folder(given, next_step):
+    with pytest.raises(UsageError) as failure:
+        clean_path(given)
+    assert given in failure.value.message and failure.value.next_step == next_step
+    assert clean_path(f"./{given}") == f"./{given}"
+
+
 def test_another_machines_file_is_refused():
     with pytest.raises(UsageError, match="another machine"):
         clean_path("file://server/share")

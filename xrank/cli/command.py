@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _FEWEST_COLUMNS = 20
+_MOST_TOGETHER = 84
+"""Characters of got and want on one line, which then has 100."""
 """Columns without which a text is not wrapped."""
 _LABEL_COLORS = {"ok": "green", "wrote": "green", "equal": "green", "note": "yellow", "problem": "red"}
 
@@ -48,14 +50,17 @@ def printable(text: str) -> str:
 
 
 def error_text(error: XrankError, wording: Wording = COMMAND, columns: int | None = None) -> str:
-    """Return an error in the grammar of all commands: one line that names the thing, then got, want, try.
+    """Return an error in the grammar of all commands: one line that names the thing, then got and want, then try.
 
-    Its first words and labels are styled; `click.echo` takes styles away where they are not wanted. With `columns`,
-    the width of a terminal, longer lines are wrapped between words.
+    Got and want share a line where they fit on it. The first words and labels are styled; `click.echo` takes styles
+    away where they are not wanted. With `columns`, the width of a terminal, longer lines are wrapped between words.
     """
     parts = render_all(error.to_dict(), wording)
     step = f"{parts['try']} (exit {error.exit_code})" if parts["try"] else f"(exit {error.exit_code})"
-    rows = [(f"  {label:<5}", part) for label, part in (("got", parts["got"]), ("want", parts["want"]), ("try", step))]
+    got, want = parts["got"], parts["want"]
+    if got and want and len(got) + len(want) <= _MOST_TOGETHER:
+        got, want = f"{got}; want {want}", None
+    rows = [(f"  {label:<5}", part) for label, part in (("got", got), ("want", want), ("try", step))]
     name = click.style(f"xrank: {parts['type']}:", fg="red", bold=True)
     before = f"xrank: {parts['type']}: "
     first = f"{name} {_line(parts['message'], before, columns, indent=8)}"

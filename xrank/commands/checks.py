@@ -156,7 +156,7 @@ def _check_digests(
             f"{name}: {digests.name} and the manifest disagree about where it is",
             tensor=name,
             file=os.path.join(path, digests.name),
-            got="in the file alone" if name in digests.tensors else "in the manifest alone",
+            got="only in the file" if name in digests.tensors else "only in the manifest",
             want="in both",
             next_step=COPY_AGAIN,
         )
@@ -170,7 +170,6 @@ def _check_digests(
 def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
     """Return the error for a file of a model, or a tensor in it, whose digest is not the manifest's."""
     what = f"{tensor or file}: its bytes differ from those that were gathered" + (f" ({file})" if tensor else "")
-    want = f"{want}, as in {MANIFEST_NAME}"
     return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=COPY_AGAIN)
 
 

@@ -163,7 +163,9 @@ def _file_system(own: str) -> Iterator[Check]:
 def _environment() -> Iterator[Check]:
     variables = environ()
     has_obstore = importlib.util.find_spec("obstore") is not None
-    text = "URLs such as s3://bucket/run are opened" if has_obstore else "run pip install obstore botocore to open s3://"
+    text = (
+        "URLs such as s3://bucket/run are opened" if has_obstore else "run pip install obstore botocore to open s3://"
+    )
     yield "environment", "object stores", has_obstore, text
     models = len(list_cached_models(variables))
     yield "environment", "models cached", None, f"{models} in {hub_cache(variables)}"

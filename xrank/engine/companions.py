@@ -64,7 +64,7 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
     """
     if not places.is_folder(folder):
         next_step = f"give a model folder as {option('base_model')}"
-        raise UsageError(f"{folder}: is not a folder", file=folder, next_step=next_step)
+        raise UsageError(f"{folder} is not a folder", file=folder, next_step=next_step)
     return tuple(sorted(_walk(folder, ""), key=lambda companion: companion.name))
 
 
@@ -116,7 +116,7 @@ def _check_blob(path: str) -> None:
         head = b"blob %d\0" % places.nbytes_of(path)
         found = hash_file(path, "sha1", head=head) if len(name) == 40 else hash_file(path)
     if found.hex() != name:
-        what = f"{path}: is not the file that was downloaded: its hash is {found.hex()}, not {name} as in the cache"
+        what = f"{path} is not the file that was downloaded: its hash is {found.hex()}, not {name} as in the cache"
         next_step = "download the model again, with hf download into another cache"
         raise CorruptError(what, file=path, got=found.hex(), want=name, next_step=next_step)
 
@@ -129,7 +129,7 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
         raise UsageError(
-            f"{identifier!r}: is neither a folder nor a model's name",
+            f"{identifier!r} is neither a folder nor a model's name",
             got=identifier,
             want="organization/name",
             next_step="give the path of a model folder, or a name as on the Hugging Face Hub",
@@ -148,7 +148,7 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
         raise UsageError(f"{reference}: {error.strerror}", file=reference, next_step=next_step) from error
     if not _REVISION.fullmatch(revision) or len(revision) > 255:
         raise UnsafeError(
-            f"{reference}: does not name a snapshot",
+            f"{reference} does not name a snapshot",
             file=reference,
             got=repr(revision),
             want="a commit's hash",
@@ -179,7 +179,7 @@ def _walk(folder: str, prefix: str) -> list[CompanionFile]:
         holds_weights = any(file.lower().endswith(_WEIGHT_SUFFIXES) for file in files)
         # It would be in the place of a file that xrank writes, and that a signature leaves out.
         if prefix + name in _OWN and not (holds_weights and is_url(path)):
-            what = f"{path}: is a folder with the name of a file that a gather writes"
+            what = f"{path} is a folder with the name of a file that a gather writes"
             next_step = "give the folder a different name, or copy the model without it"
             want = f"no folder named {prefix}{name}"
             raise UsageError(what, file=path, got="a folder", want=want, next_step=next_step)
@@ -200,14 +200,14 @@ def _is_file(path: str) -> bool:
     except FileNotFoundError:
         got = f"a link to {os.readlink(path)!r}" if places.is_link(path) else "nothing"
         next_step = "complete the folder (a download may have been interrupted), or correct the link"
-        raise IncompleteError(f"{path}: is a broken link", file=path, got=got, next_step=next_step) from None
+        raise IncompleteError(f"{path} is a broken link", file=path, got=got, next_step=next_step) from None
     except OSError:
         return False  # a link in a circle
 
 
 def _make_cache_error(identifier: str, place: str) -> UsageError:
     return UsageError(
-        f"{identifier}: is not in the local Hugging Face cache: no {place}",
+        f"{identifier} is not in the local Hugging Face cache: no {place}",
         file=place,
         got="nothing there",
         next_step=f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing",

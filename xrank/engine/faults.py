@@ -82,8 +82,8 @@ def make_checksums(plan: Plan, *, left_open: BoolArray | None = None) -> RecordC
 def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     """Return the error for a record whose bytes do not have the CRC-32 that its format recorded."""
     path, offset = _file_of(plan, record), int(plan.source.records.offset[record])
-    got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
-    want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
+    got = f"crc32 {crc:08x} of {int(plan.source.records.nbytes[record]):,} bytes"
+    want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded by their writer"
     used = any((c.record == record).any() for tensor in plan.tensors for c in tensor.read)
     owner = find_owner(plan.source, record) if used else {}
     what, next_step = f"checksum of {path} at byte {offset:,} is wrong", COPY

@@ -21,7 +21,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import system
-from xrank.errors import AGAIN, LayoutError, UsageError
+from xrank.errors import AGAIN, LayoutError, UsageError, make_sentence
 from xrank.layout.local_part import (
     DimPart,
     LocalPart,
@@ -148,7 +148,7 @@ def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
 
 
 def _wrong(file: str, problem: str, got: object = None, want: str | None = None) -> LayoutError:
-    return LayoutError(f"{file}: {problem}", file=file, got=None if got is None else repr(got)[:80], want=want)
+    return LayoutError(make_sentence(file, problem), file=file, got=None if got is None else repr(got)[:80], want=want)
 
 
 def _sizes(table: dict[str, Any], meshes: list[DeviceMesh], file: str) -> dict[str, int]:

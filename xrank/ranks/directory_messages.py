@@ -132,7 +132,7 @@ def read_message(directory: str, receipt: MessageReceipt, rank: int) -> tuple[st
 
 def _make_kind_error(path: str, rank: int, got: str) -> CorruptError:
     return CorruptError(
-        f"{path}: is not the file that rank {rank} wrote", rank=rank, file=path, got=got, next_step=OWN_PATH
+        f"{path} is not the file that rank {rank} wrote", rank=rank, file=path, got=got, next_step=OWN_PATH
     )
 
 

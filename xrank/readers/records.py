@@ -15,7 +15,16 @@ from isal import isal_zlib
 from msgspec import Struct
 
 from xrank.dtypes import dtype
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UnsafeError, XrankError, option
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    IncompleteError,
+    LayoutError,
+    UnsafeError,
+    XrankError,
+    make_sentence,
+    option,
+)
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout.stored_model import LOST, NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.readers.base import RAISING, Faults
@@ -55,7 +64,7 @@ class Subject(Struct, frozen=True):
         facts = {"tensor": self.tensor, "rank": self.rank, "file": self.file, "got": got, "want": want}
         if self.file is not None and self.file not in problem:
             problem += f" ({Origin(self.file, self.rank).name})"
-        return kind(f"{self.tensor}: {problem}", **facts, next_step=next_step)  # type: ignore[arg-type]
+        return kind(make_sentence(self.tensor, problem), **facts, next_step=next_step)  # type: ignore[arg-type]
 
     def contradiction(
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str = ONE_RUN
@@ -78,7 +87,9 @@ class Subject(Struct, frozen=True):
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str | None = None
     ) -> LayoutError:
         """Return the error for an unknown or contradictory layout."""
-        error = LayoutError(f"{self.tensor}: {problem}", tensor=self.tensor, got=got, want=want, next_step=next_step)
+        error = LayoutError(
+            make_sentence(self.tensor, problem), tensor=self.tensor, got=got, want=want, next_step=next_step
+        )
         error.about("" if self.file is None else Origin(self.file, self.rank).name, rank=self.rank, file=self.file)
         return error
 

@@ -36,6 +36,7 @@ from xrank.errors import (
     UsageError,
     XrankError,
     either,
+    make_sentence,
     needs,
     option,
 )
@@ -220,7 +221,7 @@ class _Sorting:
         if match is None or found is None:
             want = "LoRA as PEFT names it: <module>.lora_A.<adapter>.weight and lora_B"
             step = "merge the adapter with the library that trained it, then gather the result"
-            problem = f"{name}: is an adapter's tensor of an unknown kind"
+            problem = f"{name} is an adapter's tensor of an unknown kind"
             raise UsageError(problem, tensor=name, file=self._path, got=name, want=want, next_step=step)
         module, kind, (adapter, leaf) = _bare(match[1]), match[2], found
         self._adapters.setdefault(adapter, name)
@@ -244,7 +245,7 @@ class _Sorting:
         self, name: str, problem: str, got: str, want: str, step: str = "check that the checkpoint is whole"
     ) -> ContradictionError:
         return ContradictionError(
-            f"{name}: {problem}", tensor=name, file=self._path, got=got, want=want, next_step=step
+            make_sentence(name, problem), tensor=name, file=self._path, got=got, want=want, next_step=step
         )
 
     def _base_names(self, names: Iterable[str], modules: Collection[str]) -> dict[str, str]:
@@ -426,7 +427,7 @@ def parse_adapter_config(
         got = f"the keys {', '.join(sorted(values)) or 'none'}"
         raise UsageError(problem, file=path, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
     if values.get("peft_type", "LORA") != "LORA":
-        problem = f"{path}: is not the configuration of a LoRA"
+        problem = f"{path} is not the configuration of a LoRA"
         raise UsageError(problem, file=path, got=f"peft_type {values['peft_type']}", want="LORA", next_step=_NEXT_STEP)
     _check(values, path)
     is_completed = "peft_type" not in values
@@ -441,7 +442,7 @@ def parse_adapter_config(
             continue
         if is_completed and key == "trainable_token_indices":
             raise UsageError(
-                f"{path}: does not list the tokens of the rows that {tensors[0]} replaces",
+                f"{path} does not list the tokens of the rows that {tensors[0]} replaces",
                 tensor=tensors[0],
                 file=path,
                 got=f"no {key}",

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.engine.casts import LowRank
 from xrank.engine.planner import Plan
-from xrank.errors import ContradictionError, Text, UsageError, either, needs, option
+from xrank.errors import ContradictionError, Text, UsageError, either, make_sentence, needs, option
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.adapter_names import (
@@ -65,7 +65,12 @@ def find_parameter_updates(
         want = f"one way for each of {list_text(names, 4, empty='target_parameters')}"
         problem = "the shapes do not show to which of its parameters the adapter is added, and how"
         raise UsageError(
-            f"{pair.module}: {problem}", tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT
+            make_sentence(pair.module, problem),
+            tensor=pair.a,
+            file=config.path,
+            got=got,
+            want=want,
+            next_step=_MERGE_WITH_PEFT,
         )
     found = {}
     for (one,) in ways[fitting[0]] if pairs else ():
@@ -153,7 +158,7 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
         problem = "is quantized, so nothing can be added to it" if held else "is not in the source"
         got = f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held)
         step = f"use {option('adapter', 'separate')}; or merge it with PEFT into the model that was not quantized"
-        raise UsageError(f"{name}: {problem}", tensor=name, got=got, want="a float weight", next_step=step)
+        raise UsageError(make_sentence(name, problem), tensor=name, got=got, want="a float weight", next_step=step)
     for half in (shards[pair.a], shards[pair.b]):
         if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
             raise UsageError(
@@ -297,7 +302,7 @@ def check_ties(
         for name in names:
             if name in updates or (name in trained and not all(one in trained for one in names)):
                 raise UsageError(
-                    f"{name}: has an adapter, and is tied to {', '.join(one for one in names if one != name)}",
+                    f"{name} has an adapter, and is tied to {', '.join(one for one in names if one != name)}",
                     tensor=name,
                     got=f"one tensor under the names {', '.join(names)}",
                     want="a separate tensor to merge into",
@@ -329,7 +334,7 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
             )
             got = f"{pair.a}, and no tensor of {pair.module}"
             want = f"{pair.module}.weight, as other adapted modules have it"
-            problem = f"{pair.module}: has an adapter, but the module itself is missing"
+            problem = f"{pair.module} has an adapter, but the module itself is missing"
             raise ContradictionError(problem, tensor=pair.a, file=source.path, got=got, want=want, next_step=step)
 
 

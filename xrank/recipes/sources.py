@@ -66,7 +66,7 @@ def check_roundings(model: StoredModel) -> StoredModel:
         if compute_digests(plain, outputs) != compute_digests(rounded, outputs):
             file = model.files[int(model.records.file[int(shard.record[0])])].path
             raise ContradictionError(
-                f"{file}: belongs to a different save, layer or expert than the fp32 weights",
+                f"{file} belongs to a different save, layer or expert than the fp32 weights",
                 tensor=shard.name,
                 file=file,
                 got=f"other values of {shard.name}",

@@ -32,6 +32,7 @@ from xrank.errors import (
     option,
 )
 
+_logger = logging.getLogger(__name__)
 CONNECTIONS = 16
 """Requests under way at once, at most: at 20 ms latency and 1 MiB each, they move 800 MB/s."""
 TIMEOUT_SECONDS = 300.0
@@ -46,6 +47,8 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 20.0
 _LEAST_SECONDS = 1.0
 """Time that a repetition has at least, when the deadline is near."""
+_SILENT_SECONDS = 5.0
+"""Time after which a user is told about failures that may pass."""
 _LOOK_SECONDS = 0.1
 """Time between two looks whether a request shall be given up."""
 _RANGE_NBYTES = 4 << 20
@@ -415,6 +418,7 @@ class ObjectStore:
         self.root, self.settings, self.backend = root, settings, backend
         self._clock = clock or _clock
         self._slots = threading.BoundedSemaphore(settings.connections)
+        self._is_silent = True
 
     @property
     def fills_memory(self) -> bool:
@@ -521,6 +525,10 @@ class ObjectStore:
                 is_final = fault.kind not in (FaultKind.PASSING, FaultKind.THROTTLED)
                 if is_final or spent + pause > self.settings.timeout_seconds or stop.is_set():
                     raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
+                if spent > _SILENT_SECONDS and self._is_silent:
+                    self._is_silent = False
+                    text = "%s: %s; requests are repeated for up to %.0f s (XRANK_STORE_TIMEOUT)"
+                    _logger.warning(text, self.root, fault.text, self.settings.timeout_seconds)
             self._clock.wait(pause, stop)
 
 

@@ -188,7 +188,7 @@ def open_companion(path: str) -> Iterator[int]:
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
             next_step = "replace it with a regular file"
-            raise UnsafeError(f"{path}: is not a regular file", file=path, got=describe(path), next_step=next_step)
+            raise UnsafeError(f"{path} is not a regular file", file=path, got=describe(path), next_step=next_step)
         yield fd
         nbytes, after = os.lseek(fd, 0, os.SEEK_CUR), os.fstat(fd)
     finally:

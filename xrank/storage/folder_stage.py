@@ -256,7 +256,7 @@ class FolderStage(Stage):
             found = digest_plain_file(path)
         if found != self._manifest:
             next_step = f"another gather wrote the same output; {AGAIN}"
-            raise XrankError(f"{path}: is not the manifest that this gather wrote", file=path, next_step=next_step)
+            raise XrankError(f"{path} is not the manifest that this gather wrote", file=path, next_step=next_step)
 
     def _take_output_name(self) -> str | None:
         """Rename the stage to the output; return the present path of the replaced one."""
@@ -426,7 +426,7 @@ def open_shared_part(path: str, nbytes: int) -> int | None:
     # Rank 0 sizes the files before it sends the stage's name, so a file of another size is not rank 0's.
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
         os.close(fd)
-        what = f"{path}: is not the file that rank 0 made"
+        what = f"{path} is not the file that rank 0 made"
         got = f"{status.st_size:,} bytes ({describe(path)})"
         next_step = f"make sure that nothing else writes next to the output, then {AGAIN}"
         raise CorruptError(what, file=path, got=got, want=f"a file of {nbytes:,} bytes", next_step=next_step)

@@ -60,7 +60,7 @@ class OutputPlace(Struct, frozen=True):
         text = os.path.abspath(os.fspath(out))
         parent, name = os.path.split(text)
         if not name or "\0" in text:
-            raise UsageError(f"{out!s}: is not a name for an output folder", file=text, next_step="name a new folder")
+            raise UsageError(f"{out!s} is not a name for an output folder", file=text, next_step="name a new folder")
         # The folder alone: a link with the output's own name must be refused, not followed.
         parent = os.path.realpath(parent)
         return cls(os.path.join(parent, name), parent, name)
@@ -270,7 +270,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
             raise _refuse(OutputExistsError, out, what, next_step=next_step)
     except OSError as error:
         if error.errno in _NO_FILE:
-            what = f"{path}: is not a file, so it cannot be the lock of {out} ({describe(path)})"
+            what = f"{path} is not a file, so it cannot be the lock of {out} ({describe(path)})"
             raise UsageError(what, file=path, next_step=f"move it elsewhere, then {AGAIN}") from error
         if error.errno == errno.ENOENT:  # in a folder that is there, such as one of /proc
             folder, what = os.path.dirname(path), f"no file can be created there: {error.strerror}"

@@ -221,7 +221,7 @@ def open_descriptor(path: str) -> int:
     status = object_status(path)
     if status.nbytes > _MOST_COPIED_NBYTES:
         raise UsageError(
-            f"{path}: is too large for a file that is not weights",
+            f"{path} is too large for a file that is not weights",
             file=path,
             got=f"{status.nbytes:,} bytes",
             want=f"at most {_MOST_COPIED_NBYTES:,} bytes",

@@ -33,6 +33,7 @@ from xrank.errors import (
     UnsafeError,
     UsageError,
     XrankError,
+    make_sentence,
 )
 from xrank.storage import places
 from xrank.storage.client import ObjectStatus, ObjectStore
@@ -71,8 +72,8 @@ class Origin(Struct, frozen=True):
         return self.path if self.rank is None else f"rank {self.rank}: {self.path}"
 
     def locate(self, problem: str) -> str:
-        """Return a message with the rank and the path before the problem."""
-        return f"{self.name}: {problem}"
+        """Return a message with the rank and the path before the problem, which may begin with its verb."""
+        return make_sentence(self.name, problem)
 
     def _make(
         self,

@@ -54,7 +54,7 @@ def check_state_owner(path: str, rank: int, *, may_be_link: bool = False) -> Non
     is_right = stat.S_ISREG(status.st_mode) or (may_be_link and stat.S_ISLNK(status.st_mode))
     if is_foreign or not is_right:
         raise UsageError(
-            f"{path}: is not a state that rank {rank} of this user has written",
+            f"{path} is not a state that rank {rank} of this user has written",
             rank=rank,
             file=path,
             got=f"{stat.filemode(status.st_mode)}, owner {status.st_uid}",

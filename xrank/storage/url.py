@@ -15,6 +15,7 @@ from xrank.errors import UsageError
 
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_NO_COLON = re.compile(r"(s3a?|gs|gcs|az|azure|abfss?|hf|https?)//")
 _GIVE = "omit it, and set credentials in the environment, as for the store's own tools"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
 
@@ -41,11 +42,15 @@ def is_url(path: str) -> bool:
 def clean_path(path: str | os.PathLike[str]) -> str:
     """Return a path as its user gave it, and a URL in the form that all of xrank uses, without ``file://``.
 
-    UsageError if the URL contains a name, a password or a signature; the error does not repeat them.
+    UsageError if the URL contains a name, a password or a signature (the error does not repeat them), or if it has no
+    bucket or no colon.
     """
     text = os.fspath(path)
     match = _URL.match(text) if ":/" in text else None
     if match is None:
+        if (slip := _NO_COLON.match(text)) is not None:
+            next_step = f"give {slip[1]}:{text[slip.end(1) :]}, or ./{text} for a folder of this machine"
+            raise UsageError(f"{text} is a URL without its colon", file=text, next_step=next_step)
         return text
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme == "file":
@@ -64,6 +69,9 @@ def clean_path(path: str | os.PathLike[str]) -> str:
         url = f"{scheme}://{name.rpartition('@')[2]}"
         raise UsageError(f"{url} has a query, which may be a signature", file=url, next_step=_GIVE)
     host, slash, below = rest.partition("/")
+    if not host:
+        what = f"{text} contains no {'host' if scheme in ('http', 'https') else 'bucket'}"
+        raise UsageError(what, file=text, next_step=f"give one, as in {scheme}://NAME/folder")
     # abfs://container@account.dfs.core.windows.net/path is the only scheme whose "@" is not a user's name.
     user, at, host_only = host.rpartition("@")
     if at and (scheme not in ("abfs", "abfss", "az", "azure", "hf") or ":" in user):
