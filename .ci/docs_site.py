@@ -35,7 +35,7 @@ _LOOK = f"""
 .md-typeset .doors > a {{ border: 1px solid #8c959f80; border-radius: .4em; padding: .8em 1em; color: inherit }}
 .md-typeset .doors b {{ display: block; color: var(--md-typeset-a-color) }}
 """
-"""Colours of xrank's own pages, room for blocks of 100 columns, code that wraps, and the three doors of the home."""
+"""Colors of xrank's own pages, room for blocks of 100 columns, code that wraps, and the three doors of the home."""
 _DOORS = """
 <div class="doors">
 <a href="from-accelerate.html"><b>A checkpoint on disk</b>Merge it, quantize it, cut it for other ranks, or see what a

@@ -238,7 +238,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 290, 260, 44, 44, 46
 
 
 def _draw(lines: Sequence[Line]) -> str:
-    """Return an SVG with a panel for each line, whose colours follow the reader's light or dark theme."""
+    """Return an SVG with a panel for each line, whose colors follow the reader's light or dark theme."""
     panels = "".join(f'<g transform="translate({_WIDTH * k},0)">{_panel(line)}</g>\n' for k, line in enumerate(lines))
     what = "; ".join(f"{line.growth.label}: {line.words}" for line in lines)
     return (

@@ -2,7 +2,7 @@
 
 Each case has the model's sizes, the trainer's and the engine's layouts and the link of a GPU as its source gives them.
 The prediction has only the bytes that xrank's plan moves over the links: what a source's system does besides (gathering
-on the trainer, quantising, loading, barriers) is the difference to its published time. docs/benchmarks.md has the
+on the trainer, quantizing, loading, barriers) is the difference to its published time. docs/benchmarks.md has the
 table with the sources.
 """
 

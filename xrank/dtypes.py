@@ -29,7 +29,7 @@ class DType(Struct, frozen=True):
     numpy_name: str
     """Attribute of numpy, or of ml_dtypes if numpy lacks it."""
     is_float: bool = False
-    """Whether a cast of weights applies: plain floating point, not a quantised payload."""
+    """Whether a cast of weights applies: plain floating point, not a quantized payload."""
     num_packed: int = 1
     """Values in one element: two in torch's ``float4_e2m1fn_x2``. Shapes count elements, headers count values."""
 

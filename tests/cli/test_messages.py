@@ -1,4 +1,4 @@
-"""Messages on stderr while a command runs: the progress line, log lines, JSON, colours."""
+"""Messages on stderr while a command runs: the progress line, log lines, JSON, colors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_more_is_printed_with_v(bench: Bench) -> None:
     assert "plan: 5 tensors in 1 file, " in ended.stderr and "model.safetensors took " in ended.stderr
 
 
-# ---- colours
+# ---- colors
 
 
 def in_terminal(act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -137,7 +137,7 @@ def in_terminal(act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str
         ({"TERM": "dumb"}, False, False),
     ],
 )
-def test_colours(environ: dict[str, str], on_terminal: bool, in_file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors(environ: dict[str, str], on_terminal: bool, in_file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")

@@ -705,7 +705,7 @@ class TestRefusals:
         error = refusal(bench, UsageError, "an unknown kind", **SEPARATE)
         assert error.tensor == f"{P}{DOWN}.{name}"
 
-    def test_a_quantised_base(self, bench: Bench) -> None:
+    def test_a_quantized_base(self, bench: Bench) -> None:
         base = {**base_model(), f"{ATTENTION}.weight": torch.ones(12, 8, dtype=torch.int8)}
         _, pairs = leave_adapted(bench.workspace, base)
         error = refusal(bench, UsageError, r"q_proj\.weight is quantized", **MERGE)

@@ -143,7 +143,7 @@ def test_a_rule_for_what_is_recorded(bench: Bench) -> None:
     model = leave(bench.workspace)
     says = [
         "embed.weight: the layout that its ranks recorded differs from the layout file",
-        "take the tensor's rule out of",
+        "delete the tensor's rule from",
     ]
     bench.refused("LayoutError", *layout_file(bench, FILE.replace("[v/tp, h]", "[v/~tp, h]")), says=says)
     bench.succeeds(model)

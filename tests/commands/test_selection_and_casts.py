@@ -55,7 +55,7 @@ def test_casts_are_torchs(bench: Bench, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_no_number_stays_none(bench: Bench, dtype: str) -> None:
-    # Its bits are another's business: torch's own differ between its vectorised and its scalar casts.
+    # Its bits are another's business: torch's own differ between its vectorized and its scalar casts.
     leave_plain(bench.workspace, 0, {"a": torch.tensor([1.0, torch.nan, -torch.nan, 2.0])})
     assert bench.gather("--dtype", dtype).exit_code == 0
     assert model_in(bench.out)["a"].isnan().tolist() == [False, True, True, False]
@@ -101,7 +101,7 @@ def test_the_base_models_dtypes(bench: Bench) -> None:
         "give --base-model a folder with weights",
     ]
     bench.refused("UsageError", "--dtype", "base", says=says, tensor="embed.weight")
-    # A quantised base model has no type for the values; each half of the advice gives the model.
+    # A quantized base model has no type for the values; each half of the advice gives the model.
     save_file({**want, "up.weight": torch.ones(want["up.weight"].shape, dtype=torch.int8)}, base / "model.safetensors")
     says = ["--dtype base: up.weight cannot be cast to I8", "choose another --dtype, or a base model that is not"]
     bench.refused("UsageError", "--dtype", "base", "--base-model", base, says=says, tensor="up.weight")

@@ -42,7 +42,7 @@ FUNCTIONAL: dict[str, Example] = {
     "linear by names": use(lambda x, w, b: functional.linear(input=x, weight=w, bias=b), _x(6), (5, 6), (5,)),
     "linear of a transposed weight": use(lambda x, w: functional.linear(x, w.T), _x(6), (6, 5)),
     "linear of a part": use(lambda x, w: functional.linear(x, w[:4]), _x(6), (6, 6)),
-    "linear of a normalised weight": use(
+    "linear of a normalized weight": use(
         lambda x, w: functional.linear(functional.normalize(x), functional.normalize(w)), _x(6), (5, 6)
     ),
     "embedding": use(functional.embedding, (lambda: classes(5),), (6, 5)),

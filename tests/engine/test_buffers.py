@@ -89,7 +89,7 @@ def stretches_of(rows: list[tuple[int, int, int, int]]) -> Stretches:
     return Stretches(*(int_array(row[i] for row in rows) for i in range(4)))
 
 
-def test_neighbours_are_read_together(tmp_path, monkeypatch):
+def test_neighbors_are_read_together(tmp_path, monkeypatch):
     """Short stretches by one read for as many as fit the buffer, long ones by reads of their own."""
     rng = random.Random(20261129)
     paths = [tmp_path / name for name in "ab"]
@@ -117,7 +117,7 @@ def test_neighbours_are_read_together(tmp_path, monkeypatch):
     source.close()
 
 
-def test_a_file_that_ends_among_neighbours_is_named_with_the_byte(tmp_path, one_file):
+def test_a_file_that_ends_among_neighbors_is_named_with_the_byte(tmp_path, one_file):
     source = FileSource(model_of([one_file], [(0, 60, 20), (0, 80, 10), (0, 98, 10)]))
     window = memoryview(bytearray(40))
     with pytest.raises(CorruptError, match=r"ends before byte 100\n") as caught:

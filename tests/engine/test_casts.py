@@ -86,7 +86,7 @@ def test_wide_rows_with_any_offset_and_length(width):
 
 
 def around_ties(narrow: np.ndarray) -> np.ndarray:
-    """Return the values of a narrow type and those halfway between two, with their neighbours in the wide type."""
+    """Return the values of a narrow type and those halfway between two, with their neighbors in the wide type."""
     narrow = np.unique(narrow[np.isfinite(narrow)])
     ties = narrow[:-1] / 2 + narrow[1:] / 2  # exact: one bit more than the narrow type has
     return np.concatenate([narrow, ties, np.nextafter(ties, np.inf), np.nextafter(ties, -np.inf)])

@@ -365,7 +365,7 @@ def test_every_lie_of_a_tensor_is_refused(crafted, kind):
     assert len(str(caught.value)) < 500
 
 
-def test_quantised_storages_and_lazy_tensors_are_refused(crafted):
+def test_quantized_storages_and_lazy_tensors_are_refused(crafted):
     for pickled in (
         rebuilt(stored=storage(kind="torch\nQInt8Storage", count=16)),
         rebuilt(rest=plain({"conj": True})),
@@ -377,10 +377,10 @@ def test_quantised_storages_and_lazy_tensors_are_refused(crafted):
     ):
         with pytest.raises(UsageError):
             crafted(pickled)
-    # A quantised rebuild of an ordinary storage makes no tensor.
-    quantised = rebuilt().replace(b"_rebuild_tensor_v2", b"_rebuild_qtensor")
+    # A quantized rebuild of an ordinary storage makes no tensor.
+    quantized = rebuilt().replace(b"_rebuild_tensor_v2", b"_rebuild_qtensor")
     with pytest.raises(UnsafeError, match="qtensor"):
-        refuse_inert(crafted(quantised).value, "f")
+        refuse_inert(crafted(quantized).value, "f")
 
 
 def test_hooks_and_parameters_of_something_else_are_refused(crafted):

@@ -149,11 +149,11 @@ def test_a_shift_wraps():
     assert index.with_places(tp=0, dp=1).rank == 2
 
 
-def test_neighbours_are_each_there_once():
+def test_neighbors_are_each_there_once():
     index = MeshIndex.from_rank(MESH, 4)
-    assert [near.rank for near in index.neighbours("tp")] == [5, 3]
-    assert [near.rank for near in index.neighbours()] == [1, 5, 3]  # two places along dp: before and after are one
-    assert MeshIndex.from_rank(DeviceMesh((1,), ("x",)), 0).neighbours() == ()
+    assert [near.rank for near in index.neighbors("tp")] == [5, 3]
+    assert [near.rank for near in index.neighbors()] == [1, 5, 3]  # two places along dp: before and after are one
+    assert MeshIndex.from_rank(DeviceMesh((1,), ("x",)), 0).neighbors() == ()
 
 
 def test_refuses_places_and_axes_that_are_not_there():
@@ -165,7 +165,7 @@ def test_refuses_places_and_axes_that_are_not_there():
         lambda: index["pp"],
         lambda: index.shift("pp"),
         lambda: index.with_places(tp=3),
-        lambda: index.neighbours("tp", "tp"),
+        lambda: index.neighbors("tp", "tp"),
     ):
         with pytest.raises(LayoutError):
             act()

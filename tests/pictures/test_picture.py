@@ -16,7 +16,7 @@ from xrank.engine.report import Report
 from xrank.errors import CorruptError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.pictures import show
-from xrank.pictures.picture import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, colour, layout_html, report_page
+from xrank.pictures.picture import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, color, layout_html, report_page
 from xrank.pictures.text_picture import Band, find_bands
 from xrank.virtual.pipeline import make_schedule
 
@@ -129,7 +129,7 @@ def test_a_thousand_ranks_make_a_small_page() -> None:
 
 
 class Shard:
-    """Stands for torch's placement, which is recognised by its methods."""
+    """Stands for torch's placement, which is recognized by its methods."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -198,7 +198,7 @@ def test_three_cut_dims_are_a_drawing_for_each_part_of_the_first() -> None:
     assert all(caption in page.words for caption in captions)
     fills = [attrs["fill"] for tag, attrs in page.tags if tag == "rect"]
     swatches = [str(attrs["style"])[-7:] for _, attrs in page.tags if attrs.get("class") == "swatch"]
-    ranks = [colour(number).fill for number in range(8)]
+    ranks = [color(number).fill for number in range(8)]
     assert (fills, swatches) == (ranks, ranks * 2), "each box as its rank in the mesh and in the legend"
 
 

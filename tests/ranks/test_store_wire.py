@@ -142,7 +142,7 @@ class Periods:
             deadline = time.monotonic() + 20
             while any(self.beat(rank) == before[rank] for rank in living):
                 assert time.monotonic() < deadline
-                time.sleep(0.0001)  # not to synchronise, but to let them
+                time.sleep(0.0001)  # not to synchronize, but to let them
 
     def beat(self, rank):
         return self.store.peek(f"meeting/1/beat/{rank}")

@@ -84,7 +84,7 @@ FOLLOWED: Mapping[str, str] = {
     # options
     r"choose one(: {}| of them with {part}|: {part})": "readers/test_next_steps.py::test_a_part_that_is_advised",
     r"choose one with {format}": "readers/test_next_steps.py::test_a_format_that_is_advised",
-    r"leave {(format|part)} out(: formats are recognised)?": (
+    r"leave {(format|part)} out(: formats are recognized)?": (
         "readers/test_layout_advice.py::test_an_option_that_is_left_out"
     ),
     r"correct {world_size}": "readers/test_next_steps.py::test_a_number_of_ranks_that_is_advised",
@@ -115,7 +115,7 @@ FOLLOWED: Mapping[str, str] = {
     r"|change the layout file's patterns: only one may match each name": (
         "readers/test_layout_advice.py::test_rules_that_match_too_much"
     ),
-    r"take the tensor's rule out of the layout file": "readers/test_layout_advice.py::test_a_rule_that_is_taken_out",
+    r"delete the tensor's rule from the layout file": "readers/test_layout_advice.py::test_a_rule_that_is_taken_out",
     # other saves
     r"load it and save it (again with torch|that way)|load and save it with torch's default planner, .*": FORM,
     r"save with coordination .*|write the tensor with \.contiguous\(\)|leave one of them out": FORM,
@@ -134,7 +134,7 @@ FOLLOWED: Mapping[str, str] = {
         "commands/test_export_refusals.py::test_what_zero_3_has_partitioned_is_refused_by_name"
     ),
     r"give (mesh=|the mesh of the run).*": "workspace/test_megatron_refusals.py::test_a_mesh_that_is_given_as_advised",
-    r"none if Megatron's process groups are initialised": (
+    r"none if Megatron's process groups are initialized": (
         "workspace/test_megatron_refusals.py::test_process_groups_of_other_ranks_are_refused"
     ),
     r"give all ranks one model, of one run and step, with the same layouts": (
@@ -152,7 +152,7 @@ FOLLOWED: Mapping[str, str] = {
     r"without ep, where every rank holds all experts": MEGATRON,
     r"export the (chunks as Megatron makes them|part that has a decoder of its own, .*)": MEGATRON,
     r"give (layouts= with this tensor's rule.*|the axes of mesh= Megatron's names)|dp is for replicas": MEGATRON,
-    r"materialise the module .*|on its final device": (
+    r"materialize the module .*|on its final device": (
         "commands/test_load.py::test_modules_that_cannot_be_filled_are_refused"
     ),
     r"give a state dict of DTensors .*|make FSDP .*|export from a checkpoint .*": ANOTHER,

@@ -236,7 +236,7 @@ def test_two_models_are_not_chosen_among(accelerate: Path, tmp_path: Path) -> No
 
 def test_a_megatron_checkpoint_is_left_to_its_own_reader(checkpoint: Path) -> None:
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert "Megatron" in DcpReader().recognise(str(checkpoint))
+    assert "Megatron" in DcpReader().recognize(str(checkpoint))
 
 
 # ---- what is missing

@@ -611,7 +611,7 @@ def test_weights_on_nvme_are_said(tmp_path):
     refused(tmp_path / "run", ContradictionError, "NVMe")
 
 
-def test_quantised_frozen_weights(tmp_path):
+def test_quantized_frozen_weights(tmp_path):
     write_zero(tmp_path / "run", made_model())
     for rank in range(3):
         changed(

@@ -306,7 +306,7 @@ def test_addends_of_a_sum_are_refused(rank_pool: RankPool, tmp_path: Path) -> No
     rank_pool.run(2, save_partial, str(tmp_path))
     with pytest.raises(LayoutError, match="w: its ranks hold addends of a sum") as raised:
         gather_checkpoint(tmp_path, tmp_path / "out")
-    assert raised.value.next_step == "reduce the tensor before it is saved"
+    assert raised.value.next_step == "reduce the tensor before you save it"
     rank_pool.run(2, save_partial, str(tmp_path), True)
     gather_checkpoint(tmp_path, tmp_path / "out")
     assert read_model(tmp_path / "out") == {"w": whole(torch.arange(4.0) * 2)}

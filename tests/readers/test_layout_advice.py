@@ -180,7 +180,7 @@ def test_a_rule_that_is_taken_out(tmp_path: Path) -> None:
     leave(tmp_path / "run", MODEL, layouts={"w": "[a/tp, b]", "b": "[a]"}, mesh=DeviceMesh((2,), ("tp",)))
     case = Case(tmp_path / "run", [wholes(MODEL)])
     given = layout_file(tmp_path, '"w" = "[a, b/tp]"', "tp=2")
-    assert "take the tensor's rule out" in advised(replace(case, options={"layouts": given}), tmp_path)
+    assert "delete the tensor's rule" in advised(replace(case, options={"layouts": given}), tmp_path)
     assert follow(case, tmp_path, layouts=layout_file(tmp_path, "", "tp=2")) == "right"
 
 

@@ -189,7 +189,7 @@ def change_common(place: Path, **changes: Any) -> None:
 
 def test_no_other_reader_takes_it(place: Path) -> None:
     assert find_source(str(place))[1].name == find_source(str(place.parent))[1].name == "megatron-dist"
-    assert DcpReader().recognise(str(place)) is not None
+    assert DcpReader().recognize(str(place)) is not None
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "__0_0.distcp", "__1_0.distcp"])

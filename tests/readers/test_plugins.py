@@ -16,14 +16,14 @@ from xrank.readers.discovery import find_source
 CODE = """
 class Reader:
     name = "nuts"
-    def recognise(self, path):
+    def recognize(self, path):
         import os
         return None if os.path.exists(os.path.join(path, "nuts")) else "no nuts in it"
     def read(self, path, hints):
         raise NotImplementedError("two\\nlines")
 class Odd(Reader):
     name = "odd"
-    def recognise(self, path):
+    def recognize(self, path):
         return 1 / 0
 class Raising(Reader):
     def read(self, path, hints):

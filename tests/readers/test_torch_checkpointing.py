@@ -279,4 +279,4 @@ def test_other_programs_files_of_these_names(tmp_path: Path) -> None:
     """Numbers from 1 are steps or epochs, and any program may write a metadata.pkl."""
     for name in ("model_1.pt", "model_2.pt", "metadata.pkl"):
         torch.save({"w": torch.rand(2)}, tmp_path / name)
-    assert TorchCheckpointingReader().recognise(str(tmp_path)) is not None
+    assert TorchCheckpointingReader().recognize(str(tmp_path)) is not None

@@ -461,7 +461,7 @@ def test_files_of_ranks_are_no_model_however_few_are_left(tmp_path: Path, names:
     for name in beside:
         (folder / name).touch()
     for place in (folder, folder / names[0], folder / names[1]):
-        assert HfFolderReader().recognise(str(place)) is not None
+        assert HfFolderReader().recognize(str(place)) is not None
         with pytest.raises(XrankError):
             gathered(place)
     (folder / names[1]).rename(tmp_path / "elsewhere")

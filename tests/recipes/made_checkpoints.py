@@ -310,7 +310,7 @@ def as_maxtext(model: torch.nn.Module, *, is_scanned: bool, turns_pairs: bool) -
     Args:
         model: of Llama's kind.
         is_scanned: whether layers are stacked along the second dim.
-        turns_pairs: whether the rotary embedding turns neighbouring elements.
+        turns_pairs: whether the rotary embedding turns neighboring elements.
     """
     state, size = saved(model), model.config.head_dim
 

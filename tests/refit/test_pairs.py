@@ -172,7 +172,7 @@ def draw_cut(rng: random.Random, rank: int, world_size: int, shape: tuple[int, .
     length = shape[dim]
     if kind == "strided":
         return lambda whole: whole[(slice(None),) * dim + (slice(rank, None, world_size),)]
-    if kind == "experts":  # equal numbers of neighbours, on groups of ranks
+    if kind == "experts":  # equal numbers of neighbors, on groups of ranks
         count = math.gcd(length, world_size)
         at = rank % count
         return lambda whole: whole.narrow(0, at * (length // count), length // count)

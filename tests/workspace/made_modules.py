@@ -29,7 +29,7 @@ _ROW = r".*(?:linear_proj|linear_fc2)\.weight\d*"
 
 
 def mesh_of(run: Run) -> DeviceMesh | MeshViews:
-    """Return where ranks stand; tensor parallel ones are neighbours, experts share ranks with data parallelism."""
+    """Return where ranks stand; tensor parallel ones are neighbors, experts share ranks with data parallelism."""
     if run.etp is not None:
         return megatron_views(run.world, tp=run.tp, ep=run.ep, pp=run.pp, etp=run.etp)
     return DeviceMesh.parse_grid(f"pp={run.pp} dp={run.dp} ep={run.ep} tp={run.tp}")

@@ -22,7 +22,7 @@ _DTYPES = (
 )
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     """Levels of a config."""
 
     RED = 1
@@ -36,7 +36,7 @@ class Config:
     name: str
     weight: torch.Tensor | None
     items: list[Any]
-    colour: Colour
+    color: Color
     path: Path
 
 
@@ -144,7 +144,7 @@ class Plan:
         way = kind.randrange(3)
         if way == 0:
             items = [chosen.random(), chosen.getrandbits(60), None, {"dtype": torch.bfloat16, 3: (tensor(), "é" * 9)}]
-            return Config(f"of {rank}", tensor(), items, chosen.choice(list(Colour)), Path(f"some/{rank}"))
+            return Config(f"of {rank}", tensor(), items, chosen.choice(list(Color)), Path(f"some/{rank}"))
         if way == 1:
             return {"rank": rank, "deep": [[[{"weight": tensor()}]]], "text": "x" * int(2 ** chosen.uniform(0, 16))}
         return chosen.choice((None, rank, "text", [], {}, (1, 2.5, True)))

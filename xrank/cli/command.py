@@ -37,7 +37,7 @@ _LABEL_COLORS = {"ok": "green", "wrote": "green", "equal": "green", "note": "yel
 
 
 def wants_color() -> bool | None:
-    """Return whether to print colours; None: where the stream is a terminal (no-color.org, force-color.org)."""
+    """Return whether to print colors; None: where the stream is a terminal (no-color.org, force-color.org)."""
     variables = environ()
     if variables.get("NO_COLOR") or variables.get("TERM") == "dumb":
         return False
@@ -80,7 +80,7 @@ def render_all(value: Any, wording: Wording) -> Any:
 
 
 def rows_text(rows: Sequence[tuple[str, str]], columns: int | None = None) -> str:
-    """Return labelled lines: the label padded and styled, so that the texts stand in one column.
+    """Return labeled lines: the label padded and styled, so that the texts stand in one column.
 
     With `columns`, the width of a terminal, longer texts are wrapped between words, within their column.
     """

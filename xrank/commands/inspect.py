@@ -69,7 +69,7 @@ def inspect(
     Raises:
         UsageError: the base model does not exist.
         IncompleteError: the path does not exist.
-        UnknownFormatError: no reader recognises it.
+        UnknownFormatError: no reader recognizes it.
 
     Example:
         >>> import torch, xrank

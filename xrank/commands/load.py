@@ -29,7 +29,7 @@ from xrank.ranks.team import Team, find_group_team, path_text
 from xrank.readers.live.models import LocalModel, local_model
 from xrank.readers.live.modules import (
     FilledModule,
-    check_materialised,
+    check_materialized,
     count_changes,
     list_tensors,
     names_left_out,
@@ -211,7 +211,7 @@ def load_model(
         return {"call": "load_model", "recipe": path_text(recipe), "part": part, "max_memory": size}
 
     def read_module() -> bool:
-        check_materialised(module)
+        check_materialized(module)
         return holds_codes(
             OutputTensor(name, by_torch_name(str(tensor.dtype).removeprefix("torch.")).name, tuple(tensor.shape))
             for name, tensor in list_tensors(module)

@@ -1,4 +1,4 @@
-"""Files of a model folder besides weights: configuration, tokenizer, templates, code, licence."""
+"""Files of a model folder besides weights: configuration, tokenizer, templates, code, license."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LEAST_BLOCK_NBYTES = 64 << 10
 ROOM_NBYTES = 16 << 20
 """Bytes of all blocks, unless the budget says otherwise."""
 _SMALL_NBYTES = 256 << 10
-"""Records up to this size share requests with their neighbours."""
+"""Records up to this size share requests with their neighbors."""
 _GAP_NBYTES = 16 << 10
 """Gaps up to this size between small records are read through."""
 
@@ -44,7 +44,7 @@ def count_requests(model: StoredModel) -> tuple[int, int]:
 
 
 class Unit(Struct):
-    """A large record, or small neighbours, in one object."""
+    """A large record, or small neighbors, in one object."""
 
     file: int
     start: int
@@ -165,7 +165,7 @@ class ObjectSource:
         return all(opened is None or opened[0].fills_memory for opened in self._stores)
 
     def is_large(self, record: int) -> bool:
-        """Return whether a record's bytes come by requests of their own, not by those of its neighbours."""
+        """Return whether a record's bytes come by requests of their own, not by those of its neighbors."""
         return not self._is_local[self._records[record][0]] and not self._is_joint[self._unit_of[record]]
 
     def read_all(self, reads: Sequence[Read], memory: memoryview) -> None:

@@ -146,7 +146,7 @@ def _even_out(makers: IntArray, loads: IntArray) -> None:
     kept = np.minimum(loads, most)
     while done < len(surplus):
         rank = int(kept.argmin())
-        # Up to the mean at once: one window at a time would deal neighbours out to all ranks in turn.
+        # Up to the mean at once: one window at a time would deal neighbors out to all ranks in turn.
         count = max(1, mean - int(kept[rank]))
         makers[surplus[done : done + count]] = rank
         kept[rank] += count

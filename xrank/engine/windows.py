@@ -29,7 +29,7 @@ BoolArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class JoinedCrc32:
-    """The CRC-32 of a stretch of bytes, joined from the CRCs of its parts as neighbours appear."""
+    """The CRC-32 of a stretch of bytes, joined from the CRCs of its parts as neighbors appear."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -48,7 +48,7 @@ class JoinedCrc32:
             after_end, after_crc = parts.pop(starts.pop(after))
             crc = isal_zlib.crc32_combine(crc, after_crc, after_end - end)
             end = after_end
-        # Both neighbours may touch: the part after is joined already, so this joins all three.
+        # Both neighbors may touch: the part after is joined already, so this joins all three.
         if before_end == start:
             start = starts[after - 1]
             crc = isal_zlib.crc32_combine(parts[start][1], crc, end - before_end)

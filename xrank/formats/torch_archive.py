@@ -758,11 +758,11 @@ class TensorRebuilder(Struct, frozen=True):
         self, key: str, dtype_name: str, offset: object, shape: object, strides: object, hooks: object, metadata: object
     ) -> ArchivedTensor:
         if hooks:
-            raise self.origin.unsafe("a tensor asks for backward hooks", got=type(hooks).__name__)
+            raise self.origin.unsafe("a tensor has backward hooks", got=type(hooks).__name__)
         if metadata:
             # torch/_utils.py: get_tensor_metadata: lazy conjugation and negation, or a backend's own bits.
             step = "call .resolve_conj() and .resolve_neg() before saving"
-            problem = "a tensor is stored with its conjugation or negation still to be done"
+            problem = "a tensor is stored with a pending conjugation or negation"
             raise self.origin.usage(problem, next_step=step)
         match offset, shape, strides:
             case int(), tuple(), tuple() if len(shape) == len(strides) <= _MAX_DIMENSIONS and all(

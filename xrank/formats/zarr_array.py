@@ -309,7 +309,7 @@ def _walk(
     path = os.path.join(folder, name)
     origin = Origin(path)
     if depth > _MAX_HEIGHT:
-        raise origin.corrupt("the nodes of the store form a circle")
+        raise origin.corrupt("the nodes of the store form a cycle")
     with open_regular(path) as file:
         content = _read(file, offset, nbytes)
     # Alone under its name, so that it begins at byte 0.
@@ -341,7 +341,7 @@ def _decode(tensorstore: Any, name: str, content: bytes, node: str | None, origi
         return tensorstore.ocdbt.dump(store, node).result()
     # tensorstore raises ValueError for damage, and others for what it takes for a fault of the store.
     except Exception as error:
-        raise origin.corrupt("is not a sound part of an OCDBT store", got=str(error)[:300]) from None
+        raise origin.corrupt("is not a valid part of an OCDBT store", got=str(error)[:300]) from None
 
 
 def _parse_location(location: str, above: str) -> tuple[str, str, str, int, int]:

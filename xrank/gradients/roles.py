@@ -365,7 +365,8 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     num_parts = len(place.ranks([tensor_axis], is_expert))
     if over_tp == "unknown" and num_parts > 1 and tensor_axis not in sharded:
         raise At(name, place.rank).usage_error(
-            f"it is unknown whether its gradients along {tensor_axis} are parts: by its name it norms queries or keys",
+            f"it is unknown whether its gradients along {tensor_axis} are parts: its name suggests that it normalizes "
+            f"queries or keys",
             'set GradientConfig(qk_layernorm=True) if heads are sharded along it, else mark(parameter, over_tp="own")',
             f"{num_parts} ranks along {tensor_axis}",
         )

@@ -350,7 +350,7 @@ class MeshIndex(Struct, frozen=True):
         """Return the index `by` places further along an axis, cyclically."""
         return self.with_places(**{axis: (self[axis] + by) % self.mesh.axis_length(axis)})
 
-    def neighbours(self, *axes: str) -> tuple[MeshIndex, ...]:
+    def neighbors(self, *axes: str) -> tuple[MeshIndex, ...]:
         """Return the indices one place before and after along these axes, each once; without axes along all."""
         self.mesh.check_axes(axes)
         near = (self.shift(axis, by) for axis in axes or self.mesh.axis_names for by in (-1, 1))

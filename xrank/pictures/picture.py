@@ -57,24 +57,24 @@ SEARCH_SCRIPT_HASH = base64.b64encode(hashlib.sha256(SEARCH_SCRIPT.encode()).dig
 """Hash of the script for the page's policy, so that no other script runs."""
 
 
-class Colour(Struct, frozen=True):
-    """A colour for an area, and one that can be read on it."""
+class Color(Struct, frozen=True):
+    """A color for an area, and one that can be read on it."""
 
     fill: str
     ink: str
 
 
 def swatch(number: int, words: str) -> str:
-    """Return a key of a legend: the n-th colour, and words, which are HTML."""
-    return f'<span class="key"><span class="swatch" style="background:{colour(number).fill}"></span>{words}</span>'
+    """Return a key of a legend: the n-th color, and words, which are HTML."""
+    return f'<span class="key"><span class="swatch" style="background:{color(number).fill}"></span>{words}</span>'
 
 
-def colour(number: int) -> Colour:
-    """Return the colour of the n-th of many things; 24 differ.
+def color(number: int) -> Color:
+    """Return the color of the n-th of many things; 24 differ.
 
     Example:
-        >>> colour(0)
-        Colour(fill='#e69f00', ink='#000')
+        >>> color(0)
+        Color(fill='#e69f00', ink='#000')
     """
     base = _PALETTE[number % len(_PALETTE)]
     share = _SHADES[number // len(_PALETTE) % len(_SHADES)]
@@ -82,7 +82,7 @@ def colour(number: int) -> Colour:
     red, green, blue = (round(v + (target - v) * abs(share)) for v in bytes.fromhex(base))
     # Relative luminance without the gamma curve is near enough to choose between black and white.
     is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 115
-    return Colour(f"#{red:02x}{green:02x}{blue:02x}", "#fff" if is_dark else "#000")
+    return Color(f"#{red:02x}{green:02x}{blue:02x}", "#fff" if is_dark else "#000")
 
 
 def page(title: str, body: Iterable[str], *, is_searchable: bool = False) -> str:
@@ -101,7 +101,7 @@ def page(title: str, body: Iterable[str], *, is_searchable: bool = False) -> str
 
 
 def fragment(body: Iterable[str]) -> str:
-    """Return HTML lines with their style, for a notebook or another page, whose colours they take."""
+    """Return HTML lines with their style, for a notebook or another page, whose colors they take."""
     lines = "\n".join(body)
     return f'<div class="xrank"><style>{STYLE}</style>\n{lines}\n</div>\n'
 
@@ -133,7 +133,7 @@ class Bar(Struct, frozen=True):
 
 
 def draw_stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str]:
-    """Yield the lines of a table with the bars on one scale, and of a legend of the colours of the parts' names."""
+    """Yield the lines of a table with the bars on one scale, and of a legend of the colors of the parts' names."""
     longest = max((sum(bar.parts) for bar in bars), default=0.0) or 1.0
     keys = " ".join(swatch(number, page_text(name)) for number, name in enumerate(names))
     yield f'<p class="legend">{keys}</p><div class="wide"><table>'
@@ -144,7 +144,7 @@ def draw_stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str
         for number, part in enumerate(bar.parts):
             width = part * _CHART_WIDTH / longest
             title = f"<title>{page_text(names[number])}</title>"
-            yield f'<rect x="{start:.2f}" width="{width:.2f}" height="14" fill="{colour(number).fill}">{title}</rect>'
+            yield f'<rect x="{start:.2f}" width="{width:.2f}" height="14" fill="{color(number).fill}">{title}</rect>'
             start += width
         yield "</svg>"
     yield "</table></div>"
@@ -162,7 +162,7 @@ class Span(Struct, frozen=True):
     start: float
     length: float
     kind: int
-    """Index of the name of its kind, which gives the colour."""
+    """Index of the name of its kind, which gives the color."""
     label: str
     title: str
     """Text for a pointer that rests on it."""
@@ -203,7 +203,7 @@ def draw_timeline(lanes: Sequence[Lane], kinds: Sequence[str], unit: str) -> Ite
 
 
 def _draw_span(span: Span, x: float, y: float, width: float) -> str:
-    chosen = colour(span.kind)
+    chosen = color(span.kind)
     drawn = (
         f'<rect class="box" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE_HEIGHT}" '
         f'fill="{chosen.fill}"><title>{page_text(span.title)}</title></rect>'
@@ -334,7 +334,7 @@ class _Plane(Struct, frozen=True):
 def draw_tensor(one: Holdings) -> Iterator[str]:
     """Yield the drawings of a tensor's parts: of three cut dims, one drawing for each part of the first.
 
-    A colour belongs to a rank on the whole page; a part that several ranks hold has that of the lowest.
+    A color belongs to a rank on the whole page; a part that several ranks hold has that of the lowest.
     """
     nests = ((share, nest) for share in one.shares for nest in share.nests)
     regions = [(share, region_of(nest, one.shape)) for share, nest in islice(nests, _MAX_BOXES)]
@@ -416,7 +416,7 @@ def _draw_box(one: Holdings, box: _Box, per_column: float, per_row: float) -> st
     x, y = box.across[0] * per_column, box.down[0] * per_row
     width = (box.across[1] + 1 - box.across[0]) * per_column
     height = (box.down[1] + 1 - box.down[0]) * per_row
-    chosen, is_lost = colour(box.share.ranks[0]), set(one.lost).issuperset(box.share.ranks)
+    chosen, is_lost = color(box.share.ranks[0]), set(one.lost).issuperset(box.share.ranks)
     ranks = ranks_text(box.share.ranks, compact=True)
     title = f"<title>{page_text(ranks)}{', lost' * is_lost}: {page_text(share_words(one, box.share))}</title>"
     drawn = (

@@ -1,4 +1,4 @@
-"""The protocol of readers: they recognise a source format and describe it as a stored model."""
+"""The protocol of readers: they recognize a source format and describe it as a stored model."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ class Hints(Struct, frozen=True):
 class Reader(Protocol):
     """Describes one source format from metadata alone.
 
-    Call order: `recognise` for any path, then `read` only if it returned None. Neither writes, imports the framework
+    Call order: `recognize` for any path, then `read` only if it returned None. Neither writes, imports the framework
     that wrote the source, or runs code found in it. Readers are stateless; any thread may call them.
     """
 
     name: str
     """The format's name in options and reports."""
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None if the path holds this format, otherwise the reason why not, in a few words."""
 
     def read(self, path: str, hints: Hints) -> StoredModel:

@@ -439,7 +439,7 @@ class DcpReader:
 
     name = "dcp"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None if the folder contains DCP's metadata or shards, and they are those of a torch model."""
         if not places.is_folder(path):
             return "not a folder"

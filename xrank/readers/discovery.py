@@ -46,7 +46,7 @@ class ListedReader(Struct, frozen=True):
     class_name: str
 
     def is_hinted_at(self, path: str) -> bool:
-        """Return whether the reader may recognise a path."""
+        """Return whether the reader may recognize a path."""
         return any(map(re.compile(self.sign).fullmatch, _list(path, [os.path.basename(path)])))
 
     def load(self) -> Reader:
@@ -129,7 +129,7 @@ def _load_all() -> Iterator[tuple[str, EntryPoint, Reader | None, str | None]]:
         try:
             made = point.load()
             reader: Reader = made() if isinstance(made, type) else made
-            for name in ("name", "recognise", "read"):
+            for name in ("name", "recognize", "read"):
                 if not hasattr(reader, name):
                     raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
             if not isinstance(reader.name, str):
@@ -146,10 +146,10 @@ class _PluginReader:
         self.name = reader.name
         self._reader, self._package = reader, package
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return what the reader returns; a failure counts as a reason why not."""
         try:
-            reason: object = self._reader.recognise(path)
+            reason: object = self._reader.recognize(path)
         except XrankError:
             raise
         except Exception as error:  # another package's code may raise anything
@@ -257,7 +257,7 @@ _SMALL = (
 
 
 def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatError | None:
-    """Return the error that names the format of files which no reader recognises; None if it is unknown here, too."""
+    """Return the error that names the format of files which no reader recognizes; None if it is unknown here, too."""
     is_folder = places.is_folder(path)
     # A link may lead to a file.
     if is_folder and not any(
@@ -326,7 +326,7 @@ _WHOLE = ("safetensors", "bin")
 
 
 class SourcePlace(NamedTuple):
-    """Where a source lies, and the readers that recognise it."""
+    """Where a source lies, and the readers that recognize it."""
 
     path: str
     reader: Reader
@@ -338,11 +338,11 @@ class SourcePlace(NamedTuple):
 
 
 _Found = tuple[str, list[Reader]]
-"""A place, and the readers that recognise it."""
+"""A place, and the readers that recognize it."""
 
 
 def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
-    """Return the source that a path means and the readers that recognise it.
+    """Return the source that a path means and the readers that recognize it.
 
     The path itself comes first; a state file stands for its folder. A folder of unknown format is searched two levels
     down, or only in the step that its marker names. Outputs of xrank below the path are skipped. If several sources
@@ -379,7 +379,7 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
         )
     if format_name is not None:
         raise UnknownFormatError(
-            f"{path} is not of the format {format_name}: {readers[0].recognise(path)}",
+            f"{path} is not of the format {format_name}: {readers[0].recognize(path)}",
             file=path,
             next_step=f"check the path, or omit {option('format')}: formats are recognized automatically",
         )
@@ -394,7 +394,7 @@ def _find_newest(path: str) -> SourcePlace | None:
 
     versions = list_versions(path)
     reader = next(own for own in OWN_READERS if own.name in _WHOLE).load()
-    if not versions or reader.recognise(path) is None:
+    if not versions or reader.recognize(path) is None:
         return None
     number = max(versions)
     note = f"the newest of {plural(len(versions), 'version')} in {path} is read: {version_name(number)}"
@@ -402,9 +402,9 @@ def _find_newest(path: str) -> SourcePlace | None:
 
 
 def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Sequence[Reader]) -> UnknownFormatError:
-    """Return the error for a path that no reader recognises, with the reasons of likely ones."""
+    """Return the error for a path that no reader recognizes, with the reasons of likely ones."""
     unseen = [own.name for own in listed if not own.is_hinted_at(path)]
-    reasons = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
+    reasons = [f"{reader.name}: {reader.recognize(path)}" for reader in readers if reader.name not in unseen]
     below = list(_folders_below(path, _SEARCHED_LEVELS))
     foreign = find_foreign_kind(path, below)
     if foreign is not None:
@@ -425,7 +425,7 @@ def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Se
 def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> SourcePlace | None:
     """Return the one source that a path means, and its readers; None if none fits."""
     for place in (path, *([os.path.dirname(places.absolute(path))] if places.is_file(path) else [])):
-        fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
+        fitting = [reader for reader in readers_for(place) if reader.recognize(place) is None]
         if fitting:
             chosen = _choose_reader(place, fitting)
             # Checkpoints of a trainer in the folder of a whole model may be newer than it
@@ -444,7 +444,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         if _is_made_here(place):
             passed = place
             continue
-        fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
+        fitting = [reader for reader in readers_for(place) if reader.recognize(place) is None]
         if fitting:
             found.append((place, fitting))
             passed = place
@@ -486,7 +486,7 @@ def _may_read(own: ListedReader, place: str, listed: Sequence[ListedReader]) -> 
     # torch.save writes files under any name, those of ranks among them; a rank's file stands for its folder.
     folder = os.path.dirname(places.absolute(place))
     others = (other for other in listed if other is not TORCH_SAVE and other.is_hinted_at(place))
-    return places.is_file(place) and not any(other.load().recognise(folder) is None for other in others)
+    return places.is_file(place) and not any(other.load().recognize(folder) is None for other in others)
 
 
 def _is_made_here(place: str) -> bool:
@@ -518,7 +518,7 @@ def _find_others(path: str, found: SourcePlace, listed: Sequence[ListedReader]) 
     for name in sorted(filter(_PART.fullmatch, places.list_names(found.path))):
         place = os.path.join(found.path, name)
         readers = [own.load() for own in listed if own is not TORCH_SAVE and own.is_hinted_at(place)]
-        yield from ((place, reader) for reader in readers if reader.recognise(place) is None)
+        yield from ((place, reader) for reader in readers if reader.recognize(place) is None)
     folders = [folder for folder in dict.fromkeys((found.path, path)) if places.is_folder(folder)]
     for folder in folders if TORCH_SAVE in listed else []:
         if TORCH_SAVE.is_hinted_at(folder):

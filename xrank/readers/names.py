@@ -318,7 +318,7 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
             # At each level on the way to the part, what lies beside it.
             beside = {branch.keys: branch for branch in above.split()}
             above = beside.pop(here.keys[: len(above.keys) + 1])
-            parts += [_summarise(tree, each.keys, each.tensors) for each in beside.values() if each.tensors]
+            parts += [_summarize(tree, each.keys, each.tensors) for each in beside.values() if each.tensors]
     is_model = wanted is not None and here.is_state_dict()
     while not is_model:
         inner = here.split()
@@ -326,7 +326,7 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
         kept = _candidates(tree, rest, of_optimizers)
         followed = _choose_branch(tree, here, kept, of_optimizers)
         chosen = frozenset(kept if followed is None else [followed])
-        parts += [_summarise(tree, each.keys, each.tensors) for each in inner if each.tensors and each not in chosen]
+        parts += [_summarize(tree, each.keys, each.tensors) for each in inner if each.tensors and each not in chosen]
         is_model = followed is None or followed.key in MODELS or followed.is_state_dict()
         tensors = [name for branch in kept for name in branch.tensors]
         here = followed or _Branch(here.keys, tensors, [name for branch in rest for name in branch.values], paths)
@@ -334,10 +334,10 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
     if not own:
         raise _missing_model_error(tree, [branch.key for branch in top.split() if branch.tensors])
     if states := [name for name in here.tensors if name in of_optimizers]:
-        parts.append(_summarise(tree, (*here.keys, "state"), states))
+        parts.append(_summarize(tree, (*here.keys, "state"), states))
     named = here.strip_keys(own)
     values = here.strip_keys(name for name in here.values if name not in of_optimizers)
-    model = _summarise(tree, here.keys, list(named.values()), is_model=True)
+    model = _summarize(tree, here.keys, list(named.values()), is_model=True)
     return ChosenPart(MappingProxyType(named), here.keys, (model, *parts), MappingProxyType(values))
 
 
@@ -398,7 +398,7 @@ def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
     has_moment = any(name.rpartition(".")[2] in MOMENTS for name in branch.tensors)
     if has_moment and all(name.startswith(state) for name in branch.tensors):
         return True
-    # A model's key is not skipped for its neighbours: the search follows it and reports that it contains no model.
+    # A model's key is not skipped for its neighbors: the search follows it and reports that it contains no model.
     return branch.key not in MODELS and all(name in of_optimizers for name in branch.tensors)
 
 
@@ -478,7 +478,7 @@ def _several_models_error(tree: SavedTree, parts: Sequence[_Branch]) -> UsageErr
     )
 
 
-def _summarise(tree: SavedTree, keys: tuple[str, ...], names: Sequence[str], *, is_model: bool = False) -> TopPart:
+def _summarize(tree: SavedTree, keys: tuple[str, ...], names: Sequence[str], *, is_model: bool = False) -> TopPart:
     return TopPart(".".join(keys), len(names), sum(map(tree.count_bytes, names)), is_model)
 
 

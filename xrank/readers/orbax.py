@@ -612,7 +612,7 @@ class OrbaxReader:
 
     name = "orbax"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a tree of Orbax, or for a step with one."""
         if not places.is_folder(path):
             return "not a folder"

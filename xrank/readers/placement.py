@@ -225,7 +225,7 @@ class Claims:
                 "the layout that its ranks recorded differs from the layout file",
                 f"{given} on {given.mesh.grid}",
                 f"{recorded} on {recorded.mesh.grid}",
-                "take the tensor's rule out of the layout file",
+                "delete the tensor's rule from the layout file",
             )
         return recorded
 
@@ -375,7 +375,7 @@ def check_part(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None
             f"its ranks hold partial sums over {', '.join(part.sums)}, not values",
             str(claim),
             "parts or replicas",
-            "reduce the tensor before it is saved",
+            "reduce the tensor before you save it",
         )
     if part.shape != held.shape:
         raise held.of(name).contradiction(
@@ -628,7 +628,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     flat = flat_of(claim.layout)
     assert flat is not None
     if claim.pattern is not None:
-        problem = "the members of a flat buffer have one name each, but the buffer's name has dims"
+        problem = "the name of the flat buffer has dims, but each of its members has a single name"
         got, want = f"{claim.pattern} = {claim.layout}", "a rule for each buffer"
         raise Subject(name).layout(problem, got, want, "write one rule per buffer name")
     lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)

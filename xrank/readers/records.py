@@ -198,7 +198,7 @@ def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
     """Return the folders in which a checkpoint's companions may lie, those nearest to its weights first.
 
     The order: the folder that a marker in the source names, the source, each parent up to the user's path, and the
-    checkpoint's root, recognised by a marker or a name. Each is followed by its subfolder ``huggingface``. The user's
+    checkpoint's root, recognized by a marker or a name. Each is followed by its subfolder ``huggingface``. The user's
     path `asked` is a file, or a folder at or above the source `place`.
     """
     folder = place if places.is_folder(place) else _parent(place)
@@ -249,7 +249,7 @@ def read_start(path: str, most: int) -> bytes:
 
 
 def read_object(path: str, most: int) -> dict[str, Any]:
-    """Return the JSON object in a small file that only helps to recognise a format; empty without a readable one."""
+    """Return the JSON object in a small file that only helps to recognize a format; empty without a readable one."""
     with suppress(XrankError, OSError, ValueError, RecursionError):
         content = json.loads(read_start(path, most))
         return content if isinstance(content, dict) else {}

@@ -283,11 +283,11 @@ class TorchCheckpointingReader:
 
     name = "torch-checkpointing"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a folder with ``metadata.pkl`` or ``model_0.pt``, or for a file of another item."""
         if not places.is_folder(path):
             match = _FILE.fullmatch(os.path.basename(path))
-            if match is None or self.recognise(os.path.dirname(places.absolute(path))) is not None:
+            if match is None or self.recognize(os.path.dirname(places.absolute(path))) is not None:
                 return "no file of a torch_checkpointing checkpoint"
             if _NO_MODEL.fullmatch(match[1]):
                 return "an optimizer's or a trainer's own state"

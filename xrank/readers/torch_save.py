@@ -209,7 +209,7 @@ class TorchSaveReader:
 
     name = "torch-save"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a file of ``torch.save``, or a folder with one whose name may be a model's."""
         if places.is_file(path):
             if _ONE_OF_SEVERAL.fullmatch(os.path.basename(path)):
@@ -362,7 +362,7 @@ class BinFolderReader:
 
     name = "bin"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for such a file, or a folder with one."""
         name = os.path.basename(path)
         if places.is_file(path) and _NAME.fullmatch(name):

@@ -75,7 +75,7 @@ def list_parts(folder: str) -> RankParts:
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Types whose parameters are known. Other types have other parameters under the same names, as Phi-3 in its files."""
 _SCALE = re.compile(r".*\.attn\._(k|v|q|prob)_scale")
-"""Scales of quantised attention (vllm/model_executor/layers/attention), which are no weights."""
+"""Scales of quantized attention (vllm/model_executor/layers/attention), which are no weights."""
 _VOCABULARY = re.compile(r"(model\.embed_tokens|lm_head)\.weight")
 _COLUMN_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _FUSED = re.compile(r"(?P<module>.*\.)(?P<kind>qkv_proj|gate_up_proj)(?P<rest>\.(weight|bias))")
@@ -200,7 +200,7 @@ class VllmReader:
 
     name = "vllm"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a folder with a rank's part."""
         if not places.is_folder(path):
             return "not a folder"

@@ -119,7 +119,7 @@ class WorkspaceReader:
 
     name = "workspace"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None if the folder contains a rank's state."""
         if not places.is_folder(path):
             return "not a folder"

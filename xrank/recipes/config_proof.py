@@ -832,7 +832,7 @@ def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None,
 
 def _advise(found: FoundSource, base: BaseModel | None) -> str:
     if found.config_path is not None and base is not None and found.config_path.startswith(base.path):
-        return f"name the base model that was trained with {option('base_model')}, then {AGAIN}"
+        return f"give the model that the training started from as {option('base_model')}, then {AGAIN}"
     if found.config_path is not None:
         return f"put the model's own config.json in place of {found.config_path}, then {AGAIN}"
     if found.place is not None:

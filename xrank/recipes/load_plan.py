@@ -100,9 +100,11 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
             for wanted in there:
                 parts.append(fitting.part(wanted, shards[wanted.name]))
                 if parts[-1] != parts[0]:
-                    problem = f"{wanted.name}: it is the same tensor as {first.name} on this rank, and is said to be "
+                    problem = (
+                        f"{wanted.name} is the same tensor as {first.name} on this rank, but has a different layout"
+                    )
                     got, want, step = str(wanted.claim or "whole"), str(first.claim or "whole"), "give both one layout"
-                    raise LayoutError(f"{problem}cut otherwise", tensor=wanted.name, got=got, want=want, next_step=step)
+                    raise LayoutError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
         except (UsageError, LayoutError) as error:
             errors.append(error)  # the loop goes on for the other tensors' refusals
             continue

@@ -78,7 +78,7 @@ def parse_side(text: str) -> Side:
     for dim in side.all_dims:
         _refuse_ranks(dim, side)
     if (tree.view, tree.where, tree.sums) != (None, (), ()):
-        raise LayoutError(f"a recipe describes whole tensors, and {text[:200]!r} has a clause", got=render(tree))
+        raise LayoutError(f"a recipe describes whole tensors, but {text[:200]!r} has a clause", got=render(tree))
     return side
 
 
@@ -88,7 +88,7 @@ def _refuse_ranks(node: Node, side: Side) -> None:
             got, want = render_dim(node), "sizes, products and parts"
             step = "describe how ranks share the tensor in the layout, and its parts in the recipe"
             raise LayoutError(
-                f"a recipe describes whole tensors, and {side} holds {got}", got=got, want=want, next_step=step
+                f"a recipe describes whole tensors, but {side} contains {got}", got=got, want=want, next_step=step
             )
         case Product(factors):
             for factor in factors:
@@ -546,7 +546,7 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
     unknown: list[str] = []
     left_out: list[str] = []
     for name in names:
-        places = [at for at, expression in kinds.get(_generalise(name), ()) if re.fullmatch(expression, name)]
+        places = [at for at, expression in kinds.get(_generalize(name), ()) if re.fullmatch(expression, name)]
         for place in places:
             used.setdefault(place, []).append(name)
         if not places:
@@ -637,13 +637,13 @@ def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[Place, str
     found: dict[str, list[tuple[Place, str]]] = {}
     for number in active_rules(recipe, is_reversed):
         for form, side in enumerate(source_sides(recipe.rules[number], is_reversed)):
-            kind = _generalise(side.name.with_indices(*(0 for _ in side.name.dims)))
+            kind = _generalize(side.name.with_indices(*(0 for _ in side.name.dims)))
             found.setdefault(kind, []).append(((number, form), side.name.expression))
     return found
 
 
 @lru_cache(maxsize=1 << 17)
-def _generalise(name: str) -> str:
+def _generalize(name: str) -> str:
     return re.sub(r"[0-9]+", "0", name)
 
 

@@ -467,7 +467,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     path = text if places.is_folder(text) else find_hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
     tensors = {}
-    if HfFolderReader().recognise(path) is None:
+    if HfFolderReader().recognize(path) is None:
         found = (tensor for header in read_headers(path) for tensor in header.tensors)
         tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in found if not is_extra_state(tensor.name)}
     config = read_config(config_path) if places.exists(config_path) else None

@@ -32,7 +32,7 @@ from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.ranks.loans import MAX_SPANS, PeerSource, SpanArray, SpanMemory
 from xrank.ranks.memory import locate_elements
 from xrank.readers.live.models import local_model
-from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, list_tensors
+from xrank.readers.live.modules import FilledModule, check_materialized, count_changes, list_tensors
 from xrank.recipes.load_plan import plan_load
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import TrainerModel
@@ -105,7 +105,7 @@ class ModuleTarget:
     """A module or state dict with layouts that are known as for `xrank.load_model`."""
 
     def __init__(self, module: FilledModule, layouts: LayoutMap | None, mesh: Any, rank: int, world_size: int) -> None:
-        check_materialised(module)
+        check_materialized(module)
         self._module, self._layouts, self._mesh = module, layouts, mesh
         self._rank, self._world_size = rank, world_size
 

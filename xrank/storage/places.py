@@ -1,6 +1,6 @@
 """Look at files and folders wherever they are, by functions of `os` that also take URLs, and open their stores.
 
-A folder of a store is listed once and then known, so that recognising a checkpoint takes few requests. `enter` forgets
+A folder of a store is listed once and then known, so that recognizing a checkpoint takes few requests. `enter` forgets
 the listings: each command calls it with its own paths first, and so sees what is there now.
 """
 

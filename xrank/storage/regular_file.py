@@ -1,7 +1,7 @@
 """Read the structure of a regular file or of an object in a store, and make the errors that name it.
 
 Structure lies at both ends of an object, so the first read of an end brings 64 KiB. Parts that were read are kept,
-because a checkpoint is recognised first and read then. Readers go from file to file: from the third one of a folder on,
+because a checkpoint is recognized first and read then. Readers go from file to file: from the third one of a folder on,
 the same end of the next ones is read at the same time.
 """
 

@@ -5,7 +5,7 @@
     @pytest.mark.ranks(4)
     def test_sum(rank, world_size, tmp_path): ...
 
-The body runs in processes of a session-wide `RankPool`, inside an initialised gloo world. Its parameters may be
+The body runs in processes of a session-wide `RankPool`, inside an initialized gloo world. Its parameters may be
 ``rank``, ``world_size``, test parameters, and fixtures whose values can be pickled, with one value for all ranks:
 ``tmp_path`` is shared. The marker also takes ``timeout_seconds``. A hang is an error with the stacks of the ranks.
 

@@ -346,7 +346,7 @@ class RankPool:
 
         Args:
             world_size: 1 to 8.
-            function: a function at a module's top level; torch.distributed is initialised inside it.
+            function: a function at a module's top level; torch.distributed is initialized inside it.
             args: arguments for each rank, pickled.
             timeout_seconds: time limit of the call, without the start of ranks.
 

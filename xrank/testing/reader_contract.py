@@ -370,8 +370,8 @@ class ReaderContract:
 
     # ---- sound sources
 
-    def test_recognises_its_own_and_says_why_not(self, made: SampleSource, tmp_path: Path) -> None:
-        assert self.reader.recognise(str(made.path)) is None
+    def test_recognizes_its_own_and_says_why_not(self, made: SampleSource, tmp_path: Path) -> None:
+        assert self.reader.recognize(str(made.path)) is None
         found = find_source(str(made.path))
         # A reader of another package comes in a wrapper, under its own name.
         assert (found.reader.name, os.path.realpath(found.path)) == (self.reader.name, os.path.realpath(made.path))
@@ -379,7 +379,7 @@ class ReaderContract:
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "notes.txt").write_text("nothing")
         for other in ("empty", "other", "other/notes.txt", "absent"):
-            reason = self.reader.recognise(str(tmp_path / other))
+            reason = self.reader.recognize(str(tmp_path / other))
             assert reason is not None and 0 < len(reason) < 100 and "\n" not in reason, other
 
     def test_every_tensor_comes_bit_for_bit(self, made: SampleSource) -> None:

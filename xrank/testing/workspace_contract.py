@@ -211,7 +211,7 @@ class WorkspaceContract:
         assert _read(make_workspace(1, 2, "run"), 1)[0] == {"step": 3}
 
     @pytest.mark.parametrize(
-        "fault", ["sparse", "meta", "quantised", "nested", "complex128", "subclass", "no tensor", "name", "mapping"]
+        "fault", ["sparse", "meta", "quantized", "nested", "complex128", "subclass", "no tensor", "name", "mapping"]
     )
     def test_bad_weights_are_named_and_leave_the_old_state(self, make_workspace: MakeWorkspace, fault: str) -> None:
         class Subclass(torch.Tensor):
@@ -220,7 +220,7 @@ class WorkspaceContract:
         makers: dict[str, Callable[[], Any]] = {
             "sparse": lambda: torch.eye(3).to_sparse(),
             "meta": lambda: torch.empty(3, device="meta"),
-            "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+            "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
             "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
             "complex128": lambda: torch.ones(2, dtype=torch.complex128),
             "subclass": lambda: torch.ones(2).as_subclass(Subclass),

@@ -120,7 +120,7 @@ class CollectiveCall:
             array = links.from_device(self.members[step.member]).receive(self.heading)
             traffic += Traffic(0, 0, 1, 0, array.nbytes)
             if wanted:
-                # A ring forwards slots: the array comes from the member of the slot's number, not from the neighbour.
+                # A ring forwards slots: the array comes from the member of the slot's number, not from the neighbor.
                 origin = step.member if self.course.start != "whole" else step.slot
                 self._check(array, wanted[step.slot], self.members[origin])
             assert not step.fold or self.reduction is not None

@@ -257,7 +257,7 @@ class DeviceProcess:
             host=socket.gethostname(),
             pid=self.pid,
             cause=how,
-            next_step="let devices end by returning or raising; a killed device may have run out of memory",
+            next_step="let devices end with a return or an exception; a killed device may have run out of memory",
         )
 
     def is_stopped(self) -> bool:

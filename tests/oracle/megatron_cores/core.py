@@ -50,7 +50,7 @@ class Core:
         change: changes the model before it runs, as a trainer's provider does.
         logits: changes the logits, as a trainer's output layer does.
         look: returns the features of a picture from the vision tower's tensors.
-        is_zero_centred: whether norms store their weight minus 1, as Transformer Engine's zero-centred norms do.
+        is_zero_centered: whether norms store their weight minus 1, as Transformer Engine's zero-centered norms do.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Core:
     change: Callable[[torch.nn.Module], None] | None = None
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     look: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
-    is_zero_centred: bool = False
+    is_zero_centered: bool = False
 
 
 def run_core(family: Family, core: Core) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def run_core(family: Family, core: Core) -> dict[str, Any]:
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items() if name in saved}
     shapes = {family.prefix + name: shape for name, shape in shapes.items()}
     drawn = {name.removeprefix(family.prefix): torch.from_numpy(array) for name, array in draw_weights(shapes).items()}
-    if core.is_zero_centred:
+    if core.is_zero_centered:
         drawn = {name: tensor + 1 if "norm.weight" in name else tensor for name, tensor in drawn.items()}
     model.load_state_dict(drawn, strict=False)
     tokens = torch.tensor([TOKENS])

@@ -167,7 +167,7 @@ _QWEN3_NEXT = Core(
         "deterministic_mode": True, "moe_layer_freq": [1, 0, 1, 1], "moe_shared_expert_gate": True,
     },
     spec=_delta_nets,
-    is_zero_centred=True,
+    is_zero_centered=True,
 )  # fmt: skip
 
 CORES = {

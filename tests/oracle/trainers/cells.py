@@ -10,7 +10,7 @@ from tests.oracle.trainers.families import FAMILIES
 __all__ = ["CELLS", "CHOSEN", "ENGINES", "FRAMEWORKS", "Cell", "choose_cells"]
 
 ENGINES: dict[str, dict[str, Any]] = {
-    # accelerate finds no device that it could synchronise module states with, where there is a CPU alone.
+    # accelerate finds no device that it could synchronize module states with, where there is a CPU alone.
     "fsdp1-sharded": {"fsdp": {"version": 1, "state_dict_type": "SHARDED_STATE_DICT", "sync_module_states": False}},
     "fsdp1-full": {"fsdp": {"version": 1, "state_dict_type": "FULL_STATE_DICT", "sync_module_states": False}},
     "fsdp2-sharded": {"fsdp": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},

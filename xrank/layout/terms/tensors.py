@@ -436,7 +436,7 @@ def from_placements(
             if type(placement).__name__ != "Partial" or getattr(placement, "reduce_op", None) != "sum":
                 what = f"the ranks along {axis!r} hold partial results that are not partial sums"
                 want = 'Partial("sum"), Shard or Replicate'
-                next_step = "reduce the tensor before: redistribute it to Replicate or Shard"
+                next_step = "reduce the tensor first: redistribute it to Replicate or Shard"
                 raise LayoutError(what, got=repr(placement), want=want, next_step=next_step)
             sums.insert(0, axis)
         elif not placement.is_replicate():

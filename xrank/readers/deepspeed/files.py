@@ -325,7 +325,7 @@ def check_table(value: object, what: str, origin: Origin) -> dict[str, object]:
 def check_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, ArchivedTensor]:
     """Return the tensors of a state dict."""
     for name, value in module.items():
-        # A parameter of its own class (quantised, sparse) is pickled as code; without it the model would have a gap.
+        # A parameter of its own class (quantized, sparse) is pickled as code; without it the model would have a gap.
         if isinstance(value, InertRecord) and not is_extra_state(name):
             error = inert_error(value, origin, quote(name)[1:-1])
             error.about(tensor=name)

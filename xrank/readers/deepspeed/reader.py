@@ -186,7 +186,7 @@ def _global_name(name: str, place: int, num_groups: int, experts: Experts, origi
         raise origin.contradiction(
             f"records {quote(name)[1:-1]}, which the experts' files do not have",
             f"{name} in a group that {num_groups} sets of ranks have",
-            f"a number of experts that {num_groups} divides" if count else "the tensor of an expert",
+            f"a multiple of {num_groups} experts" if count else "the tensor of an expert",
             tensor=name,
         )
     number = place * (count // num_groups) + int(match[0])
@@ -585,7 +585,7 @@ class DeepSpeedReader:
 
     name = "deepspeed"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a checkpoint's folder, or a folder whose ``latest`` names a checkpoint."""
         return explain_mismatch(path)
 

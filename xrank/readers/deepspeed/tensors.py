@@ -618,7 +618,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     if fragment.shape != (want,):
         problem = f"contains a piece of {name} that does not fit {num_ranks} ranks"
         raise origin.contradiction(problem, str(list(fragment.shape)), f"[{want}], of {list(shape)}", tensor=name)
-    # The placeholder has the type before quantisation.
+    # The placeholder has the type before quantization.
     placeholder = state.module.get(name)
     if placeholder is not None and dtype(placeholder.dtype).is_float and not dtype(fragment.dtype).is_float:
         step = "save again without zero_quantized_nontrainable_weights"

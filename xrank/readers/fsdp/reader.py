@@ -318,7 +318,7 @@ class _RanksReader:
     """Names of the files. Group 1 differs between models or runs in one folder; group 2 is the rank."""
     example: str
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None if the folder contains files named by rank."""
         if not places.is_folder(path):
             return "not a folder"
@@ -405,12 +405,12 @@ class AccelerateRanksReader(_RanksReader):
     pattern = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
     example = "pytorch_model_fsdp_rank<r>.bin"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a folder with files named by rank, or for such a file if its folder has several models."""
         if places.is_file(path) and self.pattern.fullmatch(os.path.basename(path)):
             models = self.group_files(os.path.dirname(places.absolute(path)))
             return None if len(models) > 1 else "one rank's file; its folder is the checkpoint"
-        return super().recognise(path)
+        return super().recognize(path)
 
     def list_files(self, path: str, faults: Faults) -> RankFiles:
         """Return the files of the one model in a folder, or of the model to which a given file belongs."""

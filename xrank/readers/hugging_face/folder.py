@@ -210,7 +210,7 @@ def choose_tensors(
     if not passed:
         return seen, []
     name = min(passed)
-    where = f"which the index gives to {seen[name]}" if name in seen else "which the index does not name"
+    where = f"which the index gives to {seen[name]}" if name in seen else "which is not in the index"
     index_name = os.path.basename(index.file)
     text = f"{plural(len(passed), 'tensor')} left out that {index_name} does not list, or lists in a different file"
     return seen, [("not-in-index", f"{text}, such as {name} in {passed[name]}, {where}")]
@@ -318,7 +318,7 @@ class HfFolderReader:
 
     name = "safetensors"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a safetensors file, or a folder with one."""
         if path.endswith(".safetensors") and places.is_file(path):
             name = os.path.basename(path)

@@ -143,7 +143,7 @@ class HfShardsReader:
 
     name = "hf-shards"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None if the folder, or its ``sharded``, contains shards."""
         if not places.is_folder(path):
             return "not a folder"
@@ -260,7 +260,7 @@ def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces
     except LayoutError as error:
         recipe, loose = None, error
     if recipe is not None:
-        return f"global shapes, which the format does not record, are by config.json's sizes those of {recipe}"
+        return f"the format does not record global shapes; those of {recipe} with the sizes in config.json are used"
     if grid.num_ranks is not None and not grid.holes():
         # All pieces that were saved are here, and together they are the tensors.
         return f"global shapes, which the format does not record, are those of all files of {grid.num_ranks} ranks"

@@ -163,7 +163,7 @@ def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
         raise LayoutError(
             f"the ranks along {layout.tree.sums[0]!r} hold partial sums, not parts or replicas",
             got=str(tensor.placements),
-            next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
+            next_step="reduce the tensor before you save it: redistribute it to Replicate or Shard",
         )
     return str(layout), mesh
 
@@ -211,7 +211,7 @@ def check_model(model: object) -> None:
     raise UsageError(f"the model is {what}", got=what, want=want, next_step="give the module, or its state dict")
 
 
-def check_materialised(module: FilledModule) -> None:
+def check_materialized(module: FilledModule) -> None:
     """Check that a module has memory to fill."""
     check_model(module)
     for name, tensor in list_tensors(module):
@@ -221,7 +221,7 @@ def check_materialised(module: FilledModule) -> None:
                 "it is on the meta device, so it has no memory to fill",
                 "a tensor without values",
                 "a tensor in memory, whatever its values",
-                'materialise the module first: module.to_empty(device="cpu"), or on its final device',
+                'materialize the module first: module.to_empty(device="cpu"), or on its final device',
             )
 
 

@@ -56,7 +56,7 @@ class MegatronDistReader:
 
     name = "megatron-dist"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a checkpoint's folder, or a folder whose marker names a checkpoint."""
         if places.is_folder(path):
             backend = read_backend(path)
@@ -279,7 +279,7 @@ def _details(
 ) -> dict[str, Any]:
     known = args or {}
     vocab_size = known.get("vocab_size")
-    true = "how many are no padding is not recorded" if vocab_size is None else f"{vocab_size} true"
+    true = "the number of rows without padding is not recorded" if vocab_size is None else f"{vocab_size} true"
     num_rows = next((t.shape[0] for n, t in tensors.items() if n.endswith("word_embeddings.weight") and t.shape), None)
     left = [tensor for name, tensor in metadata.tensors.items() if _LEFT_OUT.fullmatch(name)]
     size = size_text(sum(int(tensor.nbytes.sum()) for tensor in left))

@@ -576,7 +576,7 @@ class MegatronLegacyReader:
 
     name = "megatron-legacy"
 
-    def recognise(self, path: str) -> str | None:
+    def recognize(self, path: str) -> str | None:
         """Return None for a checkpoint's folder, or a folder whose marker names a checkpoint."""
         return explain_mismatch(path, _holds, f"mp_rank_*/{FILE}")
 

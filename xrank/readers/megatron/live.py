@@ -445,7 +445,7 @@ def _check_sizes(chunks: Sequence[torch.nn.Module], mesh: MegatronMesh, rank: in
                     f"mesh= is not that of the module's config: {CONFIG_SIZES[axis]} differs",
                     f"{axis}={length}",
                     f"{axis}={size}",
-                    "give the mesh of the run, or none if Megatron's process groups are initialised",
+                    "give the mesh of the run, or none if Megatron's process groups are initialized",
                 )
 
 

@@ -117,7 +117,7 @@ def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, t
     for one in found.tensors:
         if one.sums:
             raise LayoutError(
-                f"{one.name}: its ranks have addends of a sum over {', '.join(one.sums)}, which cannot be copied",
+                f"{one.name}: its ranks have partial sums over {', '.join(one.sums)}, which cannot be copied",
                 tensor=one.name,
                 got=one.text,
                 want="parts or replicas",
@@ -479,7 +479,7 @@ def _columns(found: Simulation) -> list[_Column]:
 
 
 def simulation_rows(found: Simulation) -> list[tuple[str, str]]:
-    """Return the labelled lines above the table."""
+    """Return the labeled lines above the table."""
     work, traffic, prediction = found.work, found.traffic, found.prediction
     source = work.source
     facts = [work.path if source.format == "layout file" else f"{work.path}: {source.format}"]
