@@ -55,9 +55,9 @@ demo: $(VENV)/.ready clean
 	@echo; echo 'Now one bit of one rank goes bad:'
 	$(call run,python examples/flip_byte.py demo/workspace demo/damaged)
 	$(call run,xrank gather --workspace demo/damaged --out demo/refused); status=$$?; \
-	test $$status -eq 4 || { echo "demo: want a refusal (exit status 4), got exit status $$status"; exit 1; }; \
+	test $$status -eq 4 || { echo "demo: want a refusal (exit code 4), got exit code $$status"; exit 1; }; \
 	test ! -e demo/refused || { echo 'demo: a refused gather left demo/refused'; exit 1; }; \
-	echo 'refused  exit status 4, and there is no demo/refused'
+	echo 'refused  exit code 4, and there is no demo/refused'
 
 test: $(VENV)/.ready
 	$(PYTEST) -m 'not slow' $(ARGS)

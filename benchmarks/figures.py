@@ -1,4 +1,4 @@
-"""Lists the figures of README and docs that are older than the code that they measure; exit status 1 if there are any.
+"""Lists the figures of README and docs that are older than the code that they measure; exit code 1 if there are any.
 
 `figures.toml` has an entry for each table: the page, a line of it, the command that measures it, the day of its last
 run, and the code. A figure is old if a commit after that day has changed the code. `make release` wants none.

@@ -316,7 +316,7 @@ def test_one_module_alone_reads_the_environment():
 # Errors
 
 TREE = {
-    # class: (exit status, parent, the built-in it doubles)
+    # class: (exit code, parent, the built-in it doubles)
     "XrankError": (1, None, Exception),
     "UsageError": (2, "XrankError", ValueError),
     "UnknownFormatError": (2, "UsageError", ValueError),

@@ -11,7 +11,7 @@ _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 def main() -> NoReturn:
-    """Run the command line and leave with its exit status."""
+    """Run the command line and leave with its exit code."""
     # Imports make objects that stay. Python would look through them for garbage a hundred times while it imports, which
     # is a tenth of a small run, and twice before it ends.
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)

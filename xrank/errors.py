@@ -6,7 +6,7 @@
     │ └ OutputExistsError (FileExists…) ├ CorruptError (ValueError) 4             ├ NoSpaceError (OSError) 1
     ├ LayoutError (ValueError) 2        ├ UnsafeError (UnpicklingError) 4         └ GradientError (RuntimeError) 1
 
-The number is the exit status of a command that fails with the error. Each class also derives from the built-in that
+The number is the exit code of a command that fails with the error. Each class also derives from the built-in that
 plain callers would catch. All of them can be pickled, so a failure reaches other processes with all its parts.
 
 Texts mark the options that they name, and the place that shows a text renders it:

@@ -96,7 +96,7 @@ class Bench:
 
 
 def refusal(ended: Ended, kind: str, *, says: Sequence[str] = (), **parts: Any) -> dict[str, Any]:
-    """Check a command's refusal: exit status, the text's grammar, and that text and JSON say the same."""
+    """Check a command's refusal: exit code, the text's grammar, and that text and JSON say the same."""
     assert "Traceback" not in ended.stderr, ended.stderr
     log, found, text = ended.stderr.partition(f"xrank: {kind}: ")
     assert found and "xrank: " not in log, ended.stderr

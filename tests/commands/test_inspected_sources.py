@@ -68,7 +68,7 @@ def test_a_problem_is_shown_and_no_failure(bench: Bench) -> None:
     assert (ended.exit_code, report["status"], report["error"]) == (0, "ok", None)
     assert [(problem["type"], problem["exit_code"]) for problem in report["problems"]] == [("LayoutError", 2)]
     assert rows(bench.workspace)["problem"].endswith("(a gather would exit 2)")
-    assert "The exit status is 0 even with problems" in " ".join(run("inspect", "--help").stdout.split())
+    assert "The exit code is 0 even with problems" in " ".join(run("inspect", "--help").stdout.split())
 
 
 LLAMA = {

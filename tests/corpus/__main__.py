@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run one of the three commands; return its exit status."""
+    """Run one of the three commands; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     chosen = argparse.ArgumentParser(add_help=False)
@@ -32,7 +32,7 @@ def main() -> int:
     record.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="the checkout whose xrank is run")
     record.add_argument("--jobs", type=int, default=2, help="commands at the same time")
     compare = commands.add_parser(
-        "compare", parents=[chosen], help="print what differs; exit status 1 if anything but texts does"
+        "compare", parents=[chosen], help="print what differs; exit code 1 if anything but texts does"
     )
     compare.add_argument("records", type=Path, nargs=2)
     compare.add_argument("-v", "--verbose", action="store_true", help="print the texts that differ, too")

@@ -96,7 +96,7 @@ class Ended:
     """How a try ended, and what stands under the output's name then.
 
     Args:
-        status: exit status: 0, 1 for an error, -N for a signal.
+        status: exit code: 0, 1 for an error, -N for a signal.
         files: name in the output -> content.
         seconds: of processor time.
         peak_nbytes: memory of the child beyond that of its parent.
@@ -139,7 +139,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 def _fork(work: Callable[[], object], inject: str | None = None) -> tuple[int, float, int]:
-    """Run work in a child; return its exit status, its processor seconds, and its memory beyond this process's."""
+    """Run work in a child; return its exit code, its processor seconds, and its memory beyond this process's."""
     ready, go = os.pipe()
     asked, answer = os.pipe()
     pid = os.fork()

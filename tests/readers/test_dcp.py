@@ -266,7 +266,7 @@ def test_no_metadata(checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", ["embed.weight", "odd.weight", "up.bias"])
 @pytest.mark.parametrize("number", [0, 1, -1])
 def test_a_piece_that_the_metadata_lacks(checkpoint: Path, tmp_path: Path, name: str, number: int) -> None:
-    # torch leaves the region as its memory was, with exit status 0.
+    # torch leaves the region as its memory was, with exit code 0.
     def drop(metadata: Any) -> None:
         chunks = metadata.state_dict_metadata[f"model.{name}"].chunks
         chunk = [chunk for chunk in chunks if 0 not in chunk.sizes][number]

@@ -1,4 +1,4 @@
-"""Files that are no model checkpoint of torch: named as what they are, with exit status 2."""
+"""Files that are no model checkpoint of torch: named as what they are, with exit code 2."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_kind_is_named(tmp_path: Path, files: dict[str, bytes], noun: str) -> 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model_world_size_1_rank_0.pt", "model.pt"])
 def test_pointers_of_git_lfs_under_names_of_models(tmp_path: Path, name: str) -> None:
-    """The file itself may still come, with exit status 3."""
+    """The file itself may still come, with exit code 3."""
     fill(tmp_path / "source", {name: POINTER})
     done = CliRunner().invoke(cli, ["gather", str(tmp_path / "source"), "--out", str(tmp_path / "out")])
     first, *_, last = done.stderr.splitlines()

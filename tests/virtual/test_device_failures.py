@@ -114,8 +114,8 @@ def waits_for_ever(device):
 FAILING = {
     raises: (r"^device {d} failed: LayoutError: nothing fits$", LayoutError),
     raises_in_the_middle: (r"^device {d} failed: ValueError: in the middle$", ValueError),
-    exits: (r"^device {d} died: exit status 3$", None),
-    leaves: (r"^device {d} died: exit status 0$", None),
+    exits: (r"^device {d} died: exit code 3$", None),
+    leaves: (r"^device {d} died: exit code 0$", None),
     is_killed: (r"^device {d} died: killed by SIGKILL$", None),
     crashes: (r"^device {d} died: killed by SIGSEGV$", None),
     raises_what_cannot_travel: (r"^device {d} failed: LocalTroubleError: of a device$", None),

@@ -106,7 +106,7 @@ def _text(error: BaseException) -> str:
 
 
 def serve() -> None:
-    """Fork a process for each run that comes, and answer with its number, then with its exit status."""
+    """Fork a process for each run that comes, and answer with its number, then with its exit code."""
     import torch.distributed
 
     import xrank.workspace.parallel  # noqa: F401

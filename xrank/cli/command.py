@@ -303,7 +303,7 @@ def _stopping_once() -> Iterator[Callable[[], None]]:
 
 
 def reporting(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of messages, and end it with the exit status and the error grammar of all commands.
+    """Give a command the options of messages, and end it with the exit code and the error grammar of all commands.
 
     The function gets an `Output` as its first argument.
     """

@@ -57,7 +57,7 @@ def inspect_command(
 ) -> None:
     """Describe PATH: format, run, ranks, tensors, and the problems that a gather would meet.
 
-    The exit status is 0 even with problems. Each problem has the exit status of the gather; with --json they are
+    The exit code is 0 even with problems. Each problem has the exit code of the gather; with --json they are
     listed under "problems".
     """
     from xrank.commands.inspect import inspect_source

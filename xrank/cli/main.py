@@ -84,7 +84,7 @@ def _with_suggestion(error: click.UsageError) -> str:
 
 
 def main() -> NoReturn:
-    """Run the command line and leave with its exit status."""
+    """Run the command line and leave with its exit code."""
     # If a shell closed one (2>&-), the next file opened would get its number, and prints would go into that file.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

@@ -252,7 +252,7 @@ class RankStarter:
         return None
 
     def await_end(self, pid: int, timeout_seconds: float) -> int | None:
-        """Return the exit status of a rank, negative if a signal killed it, or None if it still runs."""
+        """Return the exit code of a rank, negative if a signal killed it, or None if it still runs."""
         self._socket.settimeout(None)
         with contextlib.suppress(OSError):
             self._socket.sendall(_REQUEST.pack(pid, timeout_seconds))
@@ -561,7 +561,7 @@ class _Rank:
 
     def death(self) -> RankFailedError:
         status = self._await_end()
-        how = "closed its connection" if status is None else f"exit status {status}"
+        how = "closed its connection" if status is None else f"exit code {status}"
         if status is not None and status < 0:
             with contextlib.suppress(ValueError):
                 how = f"killed by {signal.Signals(-status).name}"

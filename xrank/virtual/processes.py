@@ -247,7 +247,7 @@ class DeviceProcess:
         with contextlib.suppress(ChildProcessError):
             info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
             assert info is not None
-            how = f"exit status {info.si_status}"
+            how = f"exit code {info.si_status}"
             if info.si_code != os.CLD_EXITED:
                 known = info.si_status in signal.valid_signals()
                 how = f"killed by {signal.Signals(info.si_status).name if known else f'signal {info.si_status}'}"
