@@ -26,11 +26,20 @@ def test_a_figure_is_old_after_a_commit_to_its_code(tmp_path: Path) -> None:
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, env=when)
 
     git("init", "-q")
-    for day, name in (("2026-11-01", "engine.py"), ("2026-11-03", "other.py"), ("2026-11-05", "engine.py")):
-        (tmp_path / name).write_text(day)
+    made = [
+        ("2026-11-01", "engine.py", "a = 'x'"),
+        ("2026-11-03", "other.py", "b = 1"),
+        ("2026-11-05", "engine.py", "a = 2"),
+        ("2026-11-07", "engine.py", "# why\na = 2\nprint(f'{a} words')"),
+        ("2026-11-09", "engine.py", "a = 2\nprint('other words')"),
+    ]
+    for day, name, text in made:
+        (tmp_path / name).write_text(text)
         git("add", ".")
         git("commit", "-q", "-m", f"Change {name}", day=day)
-    entry = Figures("README.md", "| a |", "a.py", date(2026, 11, 3), ("engine.py",))
-    (change,) = find_changes(entry, tmp_path)
-    assert change.startswith("2026-11-05 ") and change.endswith("Change engine.py")
-    assert find_changes(Figures("README.md", "| a |", "a.py", date(2026, 11, 5), ("engine.py",)), tmp_path) == []
+
+    def changes(day: int) -> list[str]:
+        return find_changes(Figures("README.md", "| a |", "a.py", date(2026, 11, day), ("engine.py",)), tmp_path)
+
+    assert changes(3) == changes(5) == ["engine.py"]
+    assert changes(7) == changes(9) == []

@@ -290,7 +290,9 @@ def test_config_of_the_base_model_is_checked(tmp_path: Path) -> None:
     path = set_config(base, vocab_size=64)
     with pytest.raises(ContradictionError, match="vocab_size contradicts the tensors") as raised:
         gather_checkpoint(source, tmp_path / "out", base_model=base)
-    assert raised.value.file == str(path) and "give the model that the training started from" in str(raised.value.next_step)
+    assert raised.value.file == str(path) and "give the model that the training started from" in str(
+        raised.value.next_step
+    )
 
 
 def test_config_in_states_is_checked(tmp_path: Path) -> None:
