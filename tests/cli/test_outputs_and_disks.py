@@ -78,7 +78,7 @@ def test_the_output_is_there(bench: Bench, what: str, overwrite: bool) -> None:
     if overwrite and what == "an empty folder":
         bench.succeeds(model, "--overwrite")
         return
-    says = [f"{bench.out}: ", said, "choose another --out"]
+    says = [f"{bench.out} exists already" if not overwrite else f"{bench.out} is a", said, "choose another --out"]
     for options in ([], ["--dry-run"]):
         bench.refused("OutputExistsError", *["--overwrite"] * overwrite, *options, says=says, file="model")
     assert everything(bench.folder) == before

@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from xrank import system
-from xrank.errors import AGAIN, OutputExistsError, UnsafeError, UsageError, XrankError, check_no_url, option
+from xrank.errors import (
+    AGAIN,
+    OutputExistsError,
+    UnsafeError,
+    UsageError,
+    XrankError,
+    check_no_url,
+    make_sentence,
+    option,
+)
 from xrank.storage.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
 from xrank.storage.places import rank_of, state_file_name
 from xrank.storage.url import is_url
@@ -42,7 +51,7 @@ _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 
 def _refuse(kind: type[_Error], path: str, what: str, otherwise: str = "", **facts: Any) -> _Error:
     next_step = f"choose another {option('out')}{otherwise}"
-    return kind(f"{path}: {what}", **{"file": path, "next_step": next_step, **facts})
+    return kind(make_sentence(path, what), **{"file": path, "next_step": next_step, **facts})
 
 
 class OutputPlace(Struct, frozen=True):
