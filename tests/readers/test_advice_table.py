@@ -38,8 +38,9 @@ FOLLOWED: Mapping[str, str] = {
     r"(copy|bring|fetch) .*": COPIED,
     r"rank {}'s, again from where it was saved|nodes without a shared disk keep their own( files)?": COPIED,
     r"all files must come from one save( of one run)?": COPIED,
-    r"if a save into this folder was interrupted, use a different checkpoint|else copy it whole again": COPIED,
-    r"take (another|an earlier) (step|checkpoint)|use a checkpoint with a finished save": COPIED,
+    r"if a save into this folder was interrupted, use a different checkpoint": COPIED,
+    r"if not, copy the whole folder again": COPIED,
+    r"use (a different step|an earlier checkpoint|a checkpoint with a finished save)": COPIED,
     r"in this one a pipeline stage wrote nothing|run as its owner, let this user read it": COPIED,
     r"let all ranks save into an empty folder": "readers/test_next_steps.py::test_whatever_is_moved_away",
     r"move .*|runs with MiCS, whose partitions repeat, are not read": (
@@ -49,10 +50,10 @@ FOLLOWED: Mapping[str, str] = {
         "readers/test_layout_advice.py::test_a_config_that_is_put_beside"
     ),
     # paths
-    r"(if each file is a whole model, |gather each component by itself: )?give ({} as the path|the path (of|to) .*)": (
+    r"(if each file is a whole model, |gather each component separately: )?give ({} as the path|the path (of|to) .*)": (
         "readers/test_next_steps.py::test_a_path_that_is_advised"
     ),
-    r"name ({} itself|the checkpoint's own folder)|this marker was tampered with": (
+    r"give ({} itself|the checkpoint's own folder)|this marker was tampered with": (
         "readers/test_next_steps.py::test_a_path_that_is_advised"
     ),
     r"(if they are the parts of ranks, )?(gather|give) the (checkpoint|model|Hugging Face folder|ZeRO checkpoint).*": (
@@ -62,13 +63,13 @@ FOLLOWED: Mapping[str, str] = {
         "readers/test_foreign_kinds.py::test_other_formats_beside_a_model_are_no_hindrance"
     ),
     r"gather a checkpoint that a ZeRO optimizer saved": COPIED,
-    r"if each is (a stage of one model, gather each by itself|a whole model), .*": (
+    r"if each is (a stage of one model, gather each separately|a whole model), .*": (
         "readers/test_next_steps.py::test_stages_of_their_own_folders_are_joined_as_advised"
     ),
     r"give the folder of a version that is whole .*|the engine that pulls these deltas applies them to it": (
         "readers/test_weight_folders.py::test_a_delta_is_not_a_model"
     ),
-    r"give the model (of version {} with {base_model}|that the version was made of)": (
+    r"give the model (of version {} with {base_model}|that the version is based on)": (
         "readers/test_deltas.py::test_another_base_is_refused"
     ),
     r"wait until it is written, then {}|leave {version} out|give each version once": (
@@ -78,18 +79,19 @@ FOLLOWED: Mapping[str, str] = {
         "readers/test_weight_folders.py::test_placeholders_of_zero_3"
     ),
     # training states
-    r"continue it (in the framework that saved it|on as many ranks)|xrank gather takes the model alone": NOTHING,
+    r"continue (in the framework that saved it|on the same number of ranks)": NOTHING,
+    r"xrank gather writes only the model": NOTHING,
     r"give a checkpoint of one optimizer": ANOTHER,
     r"safetensors can open these files": NOTHING,
     # options
     r"choose one(: {}| of them with {part}|: {part})": "readers/test_next_steps.py::test_a_part_that_is_advised",
     r"choose one with {format}": "readers/test_next_steps.py::test_a_format_that_is_advised",
-    r"leave {(format|part)} out(: formats are recognized)?": (
+    r"omit {format}: formats are recognized automatically|leave {part} out": (
         "readers/test_layout_advice.py::test_an_option_that_is_left_out"
     ),
     r"correct {world_size}": "readers/test_next_steps.py::test_a_number_of_ranks_that_is_advised",
     r"leave it out with {exclude}": "readers/test_layout_advice.py::test_a_value_that_is_left_out",
-    r"if you trust its writer, leave out {strict_pickles}": (
+    r"if you trust its writer, omit {strict_pickles}": (
         "readers/test_foreign_names.py::test_class_of_the_user_is_refused_if_asked_for"
     ),
     r"give {layouts}( with (this tensor's layout|its layout|lines such as .*))?": (
@@ -98,10 +100,10 @@ FOLLOWED: Mapping[str, str] = {
     r'give a rule like "{}" = "flat\(a \[7, 10\], b \[7\]\)/~fsdp" by {layouts}': (
         "readers/test_layout_advice.py::test_numbers_of_a_flat_buffer"
     ),
-    r"give ({base_model}|the base model that was trained)(, whose shapes decide)?|if shards of two saves lie.*": (
+    r"give ({base_model}|the base model that was trained)( to prove its shapes)?|if the folder contains shards of .*": (
         "readers/test_layout_advice.py::test_a_base_model_that_is_given"
     ),
-    r"give {base_model}, whose config\.json wins": (
+    r"give {base_model} \(its config\.json is used\)": (
         "readers/test_layout_advice.py::test_a_base_model_whose_config_wins"
     ),
     # layout files
@@ -117,16 +119,18 @@ FOLLOWED: Mapping[str, str] = {
     ),
     r"delete the tensor's rule from the layout file": "readers/test_layout_advice.py::test_a_rule_that_is_taken_out",
     # other saves
-    r"load it and save it (again with torch|that way)|load and save it with torch's default planner, .*": FORM,
+    r"load it and save it again with torch|load it, and save its tensors by name": FORM,
+    r"load and save it with torch's default planner, .*": FORM,
     r"save with coordination .*|write the tensor with \.contiguous\(\)|leave one of them out": FORM,
-    r"save the model's (part in a checkpoint of its own|state_dict\(\) alone)|have the file written again .*": FORM,
+    r"save (the model's part in a checkpoint of its own|only the model's state_dict\(\))": FORM,
+    r"have the file written again .*": FORM,
     r"let all ranks write (one config|a config of plain values|their states in the same way)": FORM,
-    r"write DTensors|their layouts beside them|let (rank {}|{}) write again, then {}": FORM,
+    r"write DTensors|plain tensors with layouts|let (rank {}|{}) write again, then {}": FORM,
     r"let (all ranks|the ranks?|rank {}) write (again|its state again.*)|let the ranks write with NFSWorkspace": SAVED,
     r"write the states again|save again|save the state dict of all ranks again|run ds_to_universal\.py again": SAVED,
     r"all ranks must come from one run( and step)?|check that the files come from one run": SAVED,
     r"(let the training run|save|load|convert) .*|make the module with .*": ANOTHER,
-    r"give (the layers tensors|each layer a key) .*|tie the tensor .*|stage 3 saves no others": ANOTHER,
+    r"give (the layers tensors .*|each layer its own key)|tie the tensor .*|stage 3 saves no others": ANOTHER,
     r"with a stage of ZeRO|if experts are cut in another way, save as torch_dist": ANOTHER,
     r"(redistribute|reduce) the tensor .*": "readers/test_fsdp_ranks.py::test_addends_of_a_sum_are_refused",
     # live models
