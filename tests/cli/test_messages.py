@@ -206,7 +206,7 @@ def test_a_plugin_that_does_not_load_is_one_line(tmp_path: Path, monkeypatch: py
         ended = run("inspect", tmp_path / "source")
     finally:
         plugin_readers.cache_clear()
-    text = "the reader odd of the package broken does not load: RuntimeError: two\\nlines"
+    text = "the reader odd of the package broken fails to load: RuntimeError: two\\nlines"
     assert ended.stderr.splitlines()[0] == f"xrank: warning: {text}"
     rows = json.loads(run("doctor", tmp_path, "--json").stdout)["checks"]
     assert [row["text"] for row in rows if row["name"] == "reader odd"] == [

@@ -42,7 +42,7 @@ def test_a_gather_of_a_workspace(bench: Bench) -> None:
     assert lines[0].startswith(f"source   {bench.workspace}: workspace; 4 ranks hold ")
     assert lines[1] == "gather   5 tensors, 1 file, 5.2 KB, by 1 rank; every element exactly once"
     assert lines[2] == "seconds  not predicted: no rates were given"
-    assert lines[3].startswith("counted  reads of whole windows: ")
+    assert lines[3].startswith("counted  reads cover whole windows, so messages and ")
     assert lines[5].split() == ["rank", "from", "files", "reads", "written", "memory"]
     assert lines[6].split()[0] == "0"
     assert bench.names() == before

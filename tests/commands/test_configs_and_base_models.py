@@ -83,7 +83,7 @@ def test_ranks_disagree_about(bench: Bench, what: str) -> None:
     change, says = DISAGREEMENTS[what]
     model = leave(bench.workspace)
     rewrite(bench.workspace, 2, lambda state: change(state["config"]))
-    says = ["ranks 0 and 2 disagree about config[", *says, "give --base-model, whose config.json wins"]
+    says = ["ranks 0 and 2 disagree about config[", *says, "give --base-model (its config.json is used)"]
     bench.refused("ContradictionError", says=says, rank=2, file="rank_2_state.pth")
     # A base model without a config decides nothing, one with it does.
     bench.refused("ContradictionError", *base_model(bench, model), says=says)

@@ -108,7 +108,7 @@ def test_versions_that_are_named(tmp_path: Path, chain: list[Model]) -> None:
     shutil.rmtree(tmp_path / "deltas" / "weight_v000001")
     with pytest.raises(IncompleteError, match="the changes since version 1"):
         xrank.apply_deltas(tmp_path / "exported", tmp_path / "deltas", tmp_path / "other")
-    with pytest.raises(IncompleteError, match="version 9 is not there"):
+    with pytest.raises(IncompleteError, match="version 9 is missing"):
         xrank.apply_deltas(tmp_path / "exported", names, tmp_path / "other", version=9)
 
 

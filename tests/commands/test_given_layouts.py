@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.cli.bench import Bench, run
 from tests.commands.made_workspaces import assert_holds, leave, leave_plain, made_model
 
-ASSUMED = "; where two axes of the mesh cut it, only a layout file gives their order"
+ASSUMED = "; if two axes of the mesh split it, only a layout file gives their order"
 
 FILE = """
 [mesh]
@@ -167,14 +167,14 @@ def test_one_way_is_left(bench: Bench) -> None:
     leave(bench.workspace, model, layouts=layouts, recorded=False)
     report = bench.succeeds(model, *base_model(bench, model))
     assert [note["message"] for note in report["notes"] if note["code"] == "assumed-layout"] == [
-        "rows: cut along dim 0 over ranks 0-3 in rank order" + ASSUMED,
-        "columns: cut along dim 1 over ranks 0-3 in rank order" + ASSUMED,
+        "rows: split along dim 0 over ranks 0-3 in rank order" + ASSUMED,
+        "columns: split along dim 1 over ranks 0-3 in rank order" + ASSUMED,
         "whole, one: whole on ranks 0-3",
     ]
     # The assumption is printed, too.
     shutil.rmtree(bench.out)
     ended = run("gather", bench.workspace, "--out", bench.out, *base_model(bench, model))
-    assert "note    rows: cut along dim 0 over ranks 0-3 in rank order" + ASSUMED + "\n" in ended.stdout
+    assert "note    rows: split along dim 0 over ranks 0-3 in rank order" + ASSUMED + "\n" in ended.stdout
     assert_holds(bench.out, model)
 
 
@@ -183,7 +183,7 @@ def test_several_ways_are_left(bench: Bench, layout: str) -> None:
     model = {"rows": torch.rand(16, 8)}
     leave(bench.workspace, model, layouts={"rows": layout}, recorded=False)
     says = [
-        "rows: no layout is recorded, and more than one cut, or none, fits",
+        "rows: no layout is recorded, and several splits, or none, fit",
         "parts of [16, 8]",
         "--layout",
     ]

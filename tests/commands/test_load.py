@@ -140,10 +140,10 @@ def test_casts_to_the_modules_type_and_reads_nothing_twice(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message", "got"),
     [
-        (lambda t: t.pop("odd.bias"), "odd.bias: the source has no such tensor", "odd.bias in the module alone"),
-        (lambda t: t.update(extra=torch.ones(2)), "extra: no rank has such a tensor", "extra in the source alone"),
-        (lambda t: t.update({"up.bias": torch.ones(13)}), "up.bias: its shape is not", "[12] in the module"),
-        (lambda t: t.update({"odd.bias": torch.ones(5, 1)}), "odd.bias: its shape is not", "[5] in the module"),
+        (lambda t: t.pop("odd.bias"), "odd.bias: the source has no such tensor", "odd.bias only in the module"),
+        (lambda t: t.update(extra=torch.ones(2)), "extra: no rank has such a tensor", "extra only in the source"),
+        (lambda t: t.update({"up.bias": torch.ones(13)}), "up.bias: its shape differs from", "[12] in the module"),
+        (lambda t: t.update({"odd.bias": torch.ones(5, 1)}), "odd.bias: its shape differs from", "[5] in the module"),
         (lambda t: t.update(steps=torch.tensor(7, dtype=torch.int32)), "steps: I32 of the source", "I64 in the module"),
         (lambda t: t.update({"up.bias": torch.ones(12).long()}), "up.bias: I64 of the source", "F32 in the module"),
     ],

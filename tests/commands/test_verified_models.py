@@ -61,7 +61,7 @@ def test_a_flipped_byte_names_tensor_and_file(bench: Bench, tensor: str) -> None
     flip(bench.out / file, place + 3)
     says = [
         f"{tensor}: its bytes differ from those that were gathered ({file})",
-        f"as in {MANIFEST}",
+        f"; want {json.loads((bench.out / MANIFEST).read_text())['tensors'][tensor]['digest']}\n",
         "gather the model again",
     ]
     refusal(verify(bench.out), "CorruptError", says=says, tensor=tensor, file=file)

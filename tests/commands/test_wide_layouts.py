@@ -81,5 +81,5 @@ def test_a_part_on_a_rank_that_the_layout_leaves_out_is_refused(tmp_path):
 
 def test_addends_are_no_replicas_even_where_they_are_equal(tmp_path):
     write(tmp_path / "ws", whole(), layouts(grad="[h] sum(tp)"), lambda _, held: {**held, "grad": torch.zeros(3)})
-    with pytest.raises(LayoutError, match="addends of a sum over tp"):
+    with pytest.raises(LayoutError, match="its ranks hold partial sums over tp"):
         gather_checkpoint(tmp_path / "ws", tmp_path / "out")

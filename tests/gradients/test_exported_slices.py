@@ -267,7 +267,7 @@ def test_slices_without_a_layout_are_refused_by_name(rank: int) -> None:
     module.row.partition_dim = -1
     ddp = DistributedDataParallel(module, GradientPlan.from_module(module, mesh, _SHARDED))
     ddp.finish_grad_sync()
-    with pytest.raises(LayoutError, match="row: it is cut along tp, and the dim is unknown"):
+    with pytest.raises(LayoutError, match="row: it is split along tp, and the dim is unknown"):
         export_gradients(ddp)
     with pytest.raises(UsageError, match=r"column: the optimizer steps a tensor of .* not a shard"):
         export_optimizer_shards(torch.optim.SGD(module.parameters(), lr=1.0), ddp)

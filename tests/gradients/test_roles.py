@@ -111,7 +111,7 @@ def test_parameters_cut_along_tp_are_not_added_up_there(marked):
         mark(made, over_tp="sum")
     else:
         setattr(made, marked, True)
-    with pytest.raises(UsageError, match="w: it is cut along tp"):
+    with pytest.raises(UsageError, match="w: it is split along tp"):
         role(made)
     assert role(made, place=MeshPlace(megatron_views(4), 1)).sharded == ("tp",)
 
@@ -177,7 +177,7 @@ def test_placements_define_the_role_of_a_parameter(rank):
     mark(model.q_norm, over_tp="sum")
     assert [r.axes for r in GradientPlan.from_module(model, mesh)["q_norm"].later] == [("tp",)]
     mark(model.column, over_tp="sum")
-    with pytest.raises(UsageError, match="column: it is cut along tp"):
+    with pytest.raises(UsageError, match="column: it is split along tp"):
         GradientPlan.from_module(model, mesh)
 
 

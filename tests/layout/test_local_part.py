@@ -185,7 +185,7 @@ def test_coordinates_must_fit():
     with pytest.raises(LayoutError, match="lacks the index"):
         local_part(layout, mesh, {"dp": 1}, (4,))
     for place in (-1, 2):
-        with pytest.raises(LayoutError, match="no place"):
+        with pytest.raises(LayoutError, match="no index"):
             local_part(layout, mesh, {"tp": place}, (4,))
     with pytest.raises(LayoutError, match="a different mesh"):
         local_part(layout.with_mesh(DeviceMesh.parse_grid("tp=4")), mesh, {"tp": 1}, (4,))

@@ -109,7 +109,7 @@ def test_looks_up_only_what_is_there():
         with pytest.raises(LayoutError, match="does not name the axes"):
             mesh.rank_at(coordinate)
     for place in (-1, 2):
-        with pytest.raises(LayoutError, match="no place"):
+        with pytest.raises(LayoutError, match="has no index"):
             mesh.rank_at({"a": 0, "b": place})
 
 

@@ -197,7 +197,7 @@ def test_every_truncation_is_refused_near_its_end(text):
         ("[f/tp{1}%2]", 8, "'[f/tp{1}>>>%2]'", "a split"),
         ("[h] where", 9, "'[h] where>>>'", "an axis"),
         ("[h] where tp", 12, "'[h] where tp>>>'", '"="'),
-        ("[h] where tp=first", 13, "'[h] where tp=>>>first'", "a place"),
+        ("[h] where tp=first", 13, "'[h] where tp=>>>first'", "an index: an integer, a range"),
         ("[h] where tp=3..1", 16, "'[h] where tp=3..>>>1'", "an index of 3"),
         ("[h] where tp=0, tp=1", 16, "'[h] where tp=0, >>>tp=1'", "without an index"),
         ("[h] where tp=0 where dp=0", 15, None, "a clause"),

@@ -65,5 +65,5 @@ def test_every_layout_gives_the_model(saved: Path, tmp_path: Path, cut: str, cas
 
 def test_elements_without_their_places_are_refused(saved: Path, tmp_path: Path) -> None:
     ended = gather(saved / "fsdp2" / "without metadata", tmp_path / "out")
-    assert ended.returncode == 2 and "no metadata.pkl records how they were cut" in ended.stderr
+    assert ended.returncode == 2 and "no metadata.pkl records how they were split" in ended.stderr
     assert not (tmp_path / "out").exists()

@@ -173,14 +173,14 @@ def test_a_file_that_holds_values_alone_is_missed(checkpoint: Path) -> None:
                 info.relative_path = "__0_1.distcp"
 
     edit(checkpoint, move)
-    assert "__0_1.distcp is not there" in dict(read(checkpoint).notes)["damage"]
+    assert "__0_1.distcp is missing" in dict(read(checkpoint).notes)["damage"]
 
 
 def test_a_file_of_a_larger_world_is_told(checkpoint: Path) -> None:
     shutil.copy(checkpoint / "__3_0.distcp", checkpoint / "__7_0.distcp")
     model = read(checkpoint)
     assert model.world_size == 4 and model.details["unused files"] == ["__7_0.distcp"]
-    assert ".metadata names nothing in __7_0.distcp" in dict(model.notes)["unused-files"]
+    assert "__7_0.distcp: not in .metadata, so from a different save" in dict(model.notes)["unused-files"]
     (checkpoint / "__7_0.distcp").write_bytes(b"")  # as a rank leaves it that has nothing to save
     assert dict(read(checkpoint).notes).keys() == {"left-out", "byte-items"}
 

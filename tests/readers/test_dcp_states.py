@@ -250,7 +250,9 @@ FAULTS: dict[str, tuple[Callable[[Any, Any], Any], type[XrankError], str]] = {
     "no step": (lambda state, group: state["up.weight"].pop("step"), IncompleteError, "lacks step"),
     "half a step": (lambda state, group: state["up.weight"].update(step=torch.tensor(1.5)), CorruptError, "a count"),
     "a shape": (
-        lambda state, group: state["up.weight"].update(exp_avg=torch.ones(3, 4)), ContradictionError, "another shape"
+        lambda state, group: state["up.weight"].update(exp_avg=torch.ones(3, 4)),
+        ContradictionError,
+        "does not have the parameter's shape",
     ),
     "amsgrad alone": (lambda state, group: group.update(amsgrad=True), IncompleteError, "lacks max_exp_avg_sq"),
     "no such tensor": (lambda state, group: group["params"].append("up"), ContradictionError, "not in the model"),

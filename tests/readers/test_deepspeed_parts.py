@@ -340,4 +340,4 @@ def test_numbers_that_the_ranks_do_not_share(tmp_path):
     for number in range(4):
         content = torch.load(expert(tmp_path / "run", number))
         torch.save({n: t for n, t in content.items() if "up.bias" not in n}, expert(tmp_path / "run", number))
-    refused(tmp_path / "run", ContradictionError, "another shape", "up.bias")
+    refused(tmp_path / "run", ContradictionError, "a different shape", "up.bias")

@@ -228,7 +228,7 @@ def test_a_moment_of_another_parameter(tmp_path: Path) -> None:
     write_universal(tmp_path, made_model(), Zero(stage=2))
     (zero,) = tmp_path.glob("*/zero")
     shutil.copy(zero / "down.weight" / "exp_avg.pt", zero / "up.weight" / "exp_avg.pt")
-    with pytest.raises(ContradictionError, match="another shape"):
+    with pytest.raises(ContradictionError, match="does not have the shape"):
         read_training_state(str(tmp_path))
     shutil.copy(zero / "up.weight" / "exp_avg_sq.pt", zero / "up.weight" / "exp_avg.pt")
     with pytest.raises(ContradictionError, match="renamed or copied"):

@@ -118,7 +118,7 @@ def test_missing_versions_are_named(tmp_path: Path, chain: list[Model]) -> None:
 def test_a_renamed_version_is_refused(tmp_path: Path, chain: list[Model]) -> None:
     """Its number is part of the chain."""
     (tmp_path / "deltas" / "weight_v000003").rename(tmp_path / "deltas" / "weight_v000004")
-    with pytest.raises(ContradictionError, match="has another version's name"):
+    with pytest.raises(ContradictionError, match="has the name of a different version"):
         gather(tmp_path, 4)
 
 
@@ -214,7 +214,7 @@ def test_a_version_that_is_asked_for(tmp_path: Path, chain: list[Model]) -> None
     versions = find_versions([deltas])
     assert list(versions) == [1, 2, 3] and versions == find_versions([*reversed(versions.values())])
     assert choose_target(versions, None) == versions[3] and choose_target(versions, 1) == versions[1]
-    with pytest.raises(IncompleteError, match="version 4 is not there"):
+    with pytest.raises(IncompleteError, match="version 4 is missing"):
         choose_target(versions, 4)
     with pytest.raises(UsageError, match="version 2 is given twice"):
         find_versions([deltas, versions[2]])

@@ -49,7 +49,7 @@ def test_an_output_is_no_source_for_want_of_another(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError) as caught:
         find_source(str(tmp_path / "run"))
     one = tmp_path / "run" / "models" / "one"
-    assert f"{one}, which xrank made" in str(caught.value.got) and f"or name {one} itself" in str(
+    assert f"{one}, which xrank made" in str(caught.value.got) and f"or give {one} itself" in str(
         caught.value.next_step
     )
 
@@ -131,7 +131,7 @@ def test_a_save_that_did_not_finish_is_passed_over(tmp_path: Path, begun: str) -
     source, rest = model(tmp_path / "run" / "checkpoint-5"), model(tmp_path / "run" / begun)
     found = find_source(str(tmp_path / "run"))
     assert found.path == str(source)
-    text = f"a save that may not have finished, by its name, was passed over: {rest}"
+    text = f"a save with a name that suggests that it did not finish was passed over: {rest}"
     assert found.notes == (("unfinished", text),)
     assert find_source(str(rest)).path == str(rest)
     model(tmp_path / "run" / "checkpoint-4")

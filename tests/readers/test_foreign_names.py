@@ -89,7 +89,7 @@ def test_text_of_the_command(tmp_path: Path) -> None:
     path = torch_save(tmp_path)
     ended = run("gather", path, "--out", tmp_path / "out", "--strict-pickles")
     assert ended.exit_code == 4
-    assert "leave out --strict-pickles" in ended.stderr
+    assert "omit --strict-pickles" in ended.stderr
     assert run("gather", path, "--out", tmp_path / "out").exit_code == 0
 
 

@@ -304,7 +304,7 @@ def save_partial(folder: str, is_reduced: bool = False) -> None:
 
 def test_addends_of_a_sum_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(2, save_partial, str(tmp_path))
-    with pytest.raises(LayoutError, match="w: its ranks hold addends of a sum") as raised:
+    with pytest.raises(LayoutError, match="w: its ranks hold partial sums") as raised:
         gather_checkpoint(tmp_path, tmp_path / "out")
     assert raised.value.next_step == "reduce the tensor before you save it"
     rank_pool.run(2, save_partial, str(tmp_path), True)

@@ -262,7 +262,7 @@ def test_a_recipe_proves(shards: Path) -> None:
 
     read = HfShardsReader().read
     model = read(str(shards), Hints(prove_shapes=prove, needs_config=False))
-    assert dict(model.notes)["inferred-shapes"].endswith("those of some-recipe")
+    assert dict(model.notes)["inferred-shapes"].endswith("those of some-recipe with the sizes in config.json are used")
     assert asked == [{name: tensor.shape for name, tensor in expected().items()}]
     with pytest.raises(LayoutError, match="it is unknown whether all") as loose:
         read(str(shards), Hints(prove_shapes=lambda shapes: None, needs_config=False))

@@ -202,13 +202,19 @@ def test_a_value_that_is_left_out(tmp_path: Path) -> None:
     assert follow(Case(tmp_path / "run", [llama]), tmp_path, exclude=("rest",)) != "right"
 
 
-@pytest.mark.parametrize("options", [{"format": "dcp"}, {"format": "unknown"}, {"part": "ema"}])
-def test_an_option_that_is_left_out(tmp_path: Path, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"format": "dcp"}, "omit format=: "),
+        ({"format": "unknown"}, "omit format=: "),
+        ({"part": "ema"}, "leave part= out"),
+    ],
+)
+def test_an_option_that_is_left_out(tmp_path: Path, options: dict[str, str], advice: str) -> None:
     (tmp_path / "run").mkdir()
     save_file(MODEL, tmp_path / "run" / "model.safetensors")
     case = Case(tmp_path / "run", [wholes(MODEL)])
-    (name,) = options
-    assert f"leave {name}= out" in advised(replace(case, options=options), tmp_path)
+    assert advice in advised(replace(case, options=options), tmp_path)
     assert follow(case, tmp_path) == "right"
 
 

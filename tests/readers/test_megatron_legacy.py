@@ -321,7 +321,7 @@ def test_latent_attention(tmp_path: Path, is_cut: bool) -> None:
         state = torch.load(file, weights_only=False)
         del state["args"].q_lora_rank
         torch.save(state, file)
-    with pytest.raises(LayoutError, match=r"linear_q_down_proj\.weight: it is unknown how Megatron cuts"):
+    with pytest.raises(LayoutError, match=r"linear_q_down_proj\.weight: it is unknown how Megatron splits"):
         gathered(tmp_path / "run", tmp_path / "again")
 
 
@@ -356,7 +356,7 @@ def test_experts_without_a_number_are_refused(tmp_path: Path) -> None:
 def test_old_versions_and_modules_are_refused(tmp_path: Path) -> None:
     place = write_legacy(tmp_path / "run", Run())
     change(place, "00", lambda state: state.update(checkpoint_version=2.0))
-    refused(place, UsageError, "another version")
+    refused(place, UsageError, "a different version")
     nested = {"language_model": {"encoder": {"weight": torch.rand(2)}}}
     change(place, "00", lambda state: state.update(checkpoint_version=3.0, model=nested))
     refused(place, UsageError, "older than Megatron-core")

@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], type[XrankError], 
     ),
     "a moment of a part": (
         {n: t[:1] if n.endswith("exp_avg.decoder.layers.mlp.linear_fc1.bias") else t for n, t in states().items()},
-        two_groups(), ContradictionError, "another shape",
+        two_groups(), ContradictionError, "does not have the parameter's shape",
     ),
     "one moment": (
         {n: t for n, t in states().items() if "exp_avg_sq.embedding" not in n},

@@ -9,7 +9,7 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.readers.base import Hints
 from xrank.readers.placement import place_all
 
-ASSUMED = "; where two axes of the mesh cut it, only a layout file gives their order"
+ASSUMED = "; if two axes of the mesh split it, only a layout file gives their order"
 
 pytestmark = pytest.mark.quick
 
@@ -262,7 +262,7 @@ def test_a_rule_for_other_tensors_is_no_rule():
         hints,
         shape=(8,),
         world_size=2,
-        assumption="w: cut along dim 0 over ranks 0-1 in rank order" + ASSUMED,
+        assumption="w: split along dim 0 over ranks 0-1 in rank order" + ASSUMED,
     )
 
 
@@ -303,7 +303,7 @@ def test_one_cut_dim_in_rank_order(dim, lengths):
         Hints(shapes={"w": tuple(shape)}),
         shape=tuple(shape),
         world_size=9,
-        assumption=f"w: cut along dim {dim} over ranks {ranks} in rank order" + ASSUMED,
+        assumption=f"w: split along dim {dim} over ranks {ranks} in rank order" + ASSUMED,
     )
     assert (counts == 1).all()
 
@@ -331,8 +331,8 @@ def test_shapes_that_leave_no_single_way(shapes):
 
 def test_without_any_hint_nothing_is_guessed():
     parts = [held(rank, np.zeros((2, 2))) for rank in (0, 2)]
-    with pytest.raises(LayoutError, match="unknown how it is cut over ranks 0, 2") as caught:
+    with pytest.raises(LayoutError, match="unknown how it is split over ranks 0, 2") as caught:
         place("w", parts, Hints(shapes={"other": (4, 2)}), world_size=3)
     assert (caught.value.tensor, caught.value.rank, caught.value.got) == ("w", 0, "plain tensors of shape [2, 2]")
-    with pytest.raises(LayoutError, match="unknown how it is cut over rank 1"):
+    with pytest.raises(LayoutError, match="unknown how it is split over rank 1"):
         place("w", [held(1, np.zeros(2))], Hints(), world_size=2)

@@ -73,7 +73,7 @@ def test_one_that_does_not_load_is_a_warning(installed: Path, tmp_path: Path, ca
     (source / "nuts").touch()
     assert find_source(str(source))[1].name == "nuts"
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and all("of the package nutshell does not load" in text for text in said)
+    assert len(said) == 2 and all("of the package nutshell fails to load" in text for text in said)
     assert "lacks 'name'" in said[1]
 
 

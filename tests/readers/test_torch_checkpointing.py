@@ -113,7 +113,7 @@ def test_safetensors_without_metadata(checkpoint: Path, tmp_path: Path) -> None:
     """Nothing records the cuts; a base model's shapes do not show in which order two axes cut the same rows."""
     refused: list[dict[str, Any]] = [{}, {"base_model": base_model(tmp_path / "base")}]
     for options in refused:
-        with pytest.raises(LayoutError, match=r"no metadata\.pkl records how they were cut") as caught:
+        with pytest.raises(LayoutError, match=r"no metadata\.pkl records how they were split") as caught:
             gathered(checkpoint, **options)
         assert "layouts=" in str(caught.value.next_step) and "base_model" not in str(caught.value.next_step)
     file = tmp_path / "layout.toml"
@@ -154,7 +154,7 @@ def test_files_of_two_saves(checkpoint: Path) -> None:
     ]
     for change in changes:
         torch.save(change(), file) if is_pt else save_file(change(), file)
-        with pytest.raises(ContradictionError, match=r"metadata\.pkl and .* (disagree|record another)") as caught:
+        with pytest.raises(ContradictionError, match=r"metadata\.pkl and .* (disagree|record different)") as caught:
             gathered(checkpoint)
         assert (caught.value.rank, caught.value.file) == (1, str(file))
     shutil.copy(file, checkpoint / f"model_4{file.suffix}")
@@ -211,7 +211,7 @@ def test_files_in_folders_of_their_ranks(checkpoint: Path) -> None:
     rewrite(checkpoint, move)
     assert gathered(checkpoint) == expected()
     (checkpoint / "rank_2" / "weights.safetensors").unlink()
-    with pytest.raises(IncompleteError, match=r"rank 2 of 4 left no rank_2/weights\.safetensors"):
+    with pytest.raises(IncompleteError, match=r"rank 2 of 4 wrote no rank_2/weights\.safetensors"):
         gathered(checkpoint)
 
 
@@ -227,7 +227,7 @@ def group_of(content: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (lambda c: c.update(version="1.0"), UsageError, "another version"),
+        (lambda c: c.update(version="1.0"), UsageError, "a different version"),
         (lambda c: c.update(world_size=3), CorruptError, "an object with the 3 ranks"),
         (lambda c: c.update(world_size=-1), CorruptError, "world_size"),
         (lambda c: c.pop("metadata"), CorruptError, "is not metadata"),

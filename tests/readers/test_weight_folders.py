@@ -149,7 +149,9 @@ def test_the_index_decides_which_shard_counts(tmp_path: Path, kind: str) -> None
     found, report = gathered(folder)
     assert found == wanted()
     (note,) = [text for code, text in report.notes if code == "not-in-index"]
-    assert note.startswith(f"{len(stale) + 2} tensors that {file.name} gives to no or another file left out, such as ")
+    assert note.startswith(
+        f"{len(stale) + 2} tensors left out that {file.name} does not list, or lists in a different file, "
+    )
     # The base model of another gather is read by its index, too.
     if kind == "safetensors":
         again = gathered(write(tmp_path / "again", kind), base_model=folder)[1]
@@ -473,7 +475,7 @@ def test_files_of_ranks_are_no_model_however_few_are_left(tmp_path: Path, names:
 def test_one_name_in_two_files(tmp_path: Path) -> None:
     """Two models, or two ranks' parts of one: a base model shows which."""
     folder = split(tmp_path / "model", ["first.safetensors", "second.safetensors"])
-    with pytest.raises(UsageError, match=r"embed\.weight lies in two files") as caught:
+    with pytest.raises(UsageError, match=r"embed\.weight is in two files") as caught:
         gathered(folder)
     assert f"such as {folder}/first.safetensors, with base_model= to prove its shapes" in caught.value.next_step
     assert "move" not in caught.value.next_step

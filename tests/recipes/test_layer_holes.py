@@ -134,7 +134,7 @@ def test_a_family_without_a_recipe(
     ended = run("gather", tmp_path / "step", "--out", tmp_path / "out")
     assert ended.exit_code == 3 and not (tmp_path / "out").exists()
     assert f"model.{lost.rstrip('.')}" in ended.stderr and "no file holds any of it" in ended.stderr
-    assert "7 equal modules beside it, such as that of model.layers.0." in ended.stderr
+    assert "7 equal modules next to it, such as that of model.layers.0." in ended.stderr
     followed = run("gather", tmp_path / "step", "--out", tmp_path / "out", "--base-model", tmp_path / "base")
     assert followed.exit_code in (3, 4) and not (tmp_path / "out").exists()
     # The advice's other half: the files are brought.
@@ -153,7 +153,7 @@ def test_a_family_of_ones_own(tmp_path: Path, config: dict[str, Any] | None) -> 
     ended = run("gather", tmp_path / "step", "--out", tmp_path / "out")
     assert ended.exit_code == 0
     assert "a tensor may be missing: see the note" in " ".join(ended.stdout.split())
-    note = "model.layers.1.norm.weight may be missing: the model has 3 equal modules beside it"
+    note = "model.layers.1.norm.weight may be missing: the model has 3 equal modules next to it"
     assert note in " ".join(ended.stdout.split())
     assert note in " ".join(run("inspect", tmp_path / "step").stdout.split())
 

@@ -220,11 +220,11 @@ def test_one_trained_tensor_tells_a_start_model_from_the_trained_one(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"v_head.weight": torch.ones(1, 8)}, "which alone hold v_head.weight"),
+        ({"v_head.weight": torch.ones(1, 8)}, "and only they contain v_head.weight"),
         ({"model.norm.weight": torch.ones(9)}, "model.norm.weight is F32 [8] and F32 [9]"),
         (
             {f"model.layers.0.q_proj.lora_{half}.default.weight": torch.ones(shape) for half, shape in LORA},
-            "which alone hold model.layers.0.q_proj.lora_A.default.weight",
+            "and only they contain model.layers.0.q_proj.lora_A.default.weight",
         ),
     ],
 )

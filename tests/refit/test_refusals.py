@@ -196,7 +196,7 @@ def test_no_trainer_and_damaged_or_foreign_registrations_are_named(tmp_path: Pat
                     taken.update(timeout_seconds=5)
             elif os.geteuid() == 0:
                 os.chown(path, 12_345, -1)
-                with pytest.raises(UsageError, match="another user"):
+                with pytest.raises(UsageError, match="belongs to a different user"):
                     taken.update(timeout_seconds=5)
 
 

@@ -70,7 +70,7 @@ def test_a_mesh_by_lengths():
 
 @pytest.mark.parametrize("places", [(1, 1, 1, 1, 1), (1, 1, 1), (1, 1, 1, 2)])
 def test_a_place_that_a_mesh_lacks(places):
-    with pytest.raises(LayoutError, match=r"is not a place in|has no place 2 along 'w'"):
+    with pytest.raises(LayoutError, match=r"is not a place in|has no index 2 along 'w'"):
         Mesh(2, 2, 2, 2).flat(MeshIndex(*places))
 
 

@@ -152,7 +152,7 @@ def head(x):
     [
         (
             [Receive("x", FOUR), Compute("test.head", ("x",), ("y",), (FOUR,))],
-            "'test.head' returns 'y' with another",
+            "'test.head' returns 'y' with a different shape",
         ),
         ([Receive("x", FOUR), Compute("test.head", ("x",), ("y", "z"), (TWO, TWO))], "returns 1 arrays"),
         ([Receive("x", FOUR), Compute("test.none", ("x",), ("y",), (FOUR,))], "unknown kernel 'test.none'"),

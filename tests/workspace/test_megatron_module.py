@@ -185,7 +185,7 @@ def test_a_rule_goes_before_names_and_attributes(mesh: DeviceMesh | None) -> Non
         module = module_of({"a.in_proj.weight": part}, run, 0)
         cut(module.get_submodule("a.in_proj").weight, 0)
         locals_.append(local_model(module, layouts=layouts, mesh=mesh_of(run), rank=rank, world_size=2))
-        with pytest.raises(LayoutError, match="not known") as info:
+        with pytest.raises(LayoutError, match="it is unknown how Megatron splits") as info:
             local_model(module, mesh=mesh_of(run), rank=rank, world_size=2)
         assert info.value.tensor == "a.in_proj.weight" and info.value.rank == rank
     assert locals_[0].record.meshes == ((mesh.axis_names, mesh.shape, (0, 1)),) if mesh else True

@@ -184,7 +184,7 @@ def test_nothing_is_imported_unless_it_is_asked_for(monkeypatch):
     with pytest.raises(UsageError, match="cannot load Mooncake") as caught:
         is_mooncake("mooncake", "take_weights")
     assert "pip install mooncake-transfer-engine" in caught.value.next_step
-    with pytest.raises(UsageError, match="knows no wire= of this name"):
+    with pytest.raises(UsageError, match="has no wire= of this name"):
         is_mooncake("rdma", "take_weights")
 
 

@@ -71,7 +71,7 @@ def test_views_follow_the_mesh(tmp_path: Path) -> None:
         ),
         ('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[h/tp]"\n', None, "defines the size of no tensor"),
         ('[tensors]\n"a" = "[8, 8]"\n', None, "mesh"),
-        ('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[8] sum(tp)"\n', None, "addends"),
+        ('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[8] sum(tp)"\n', None, "partial sums over tp"),
         ('[mesh]\ngrid = "a=2 b=2"\nview.e = "e=4"\n[tensors]\n"x" = "[8/e] in e where b=0"\n', None, "held by no"),
     ],
 )
