@@ -65,10 +65,10 @@ def inspect_command(
     choices = {"layouts": layout, "base_model": base_model, "format": format_name, "part": part, "html": html}
     report = inspect_source(path, world_size=world_size, deep=deep, **choices)
     output.wording = wording_of(gather_command)  # the problems are those of a gather
-    output.report(report, _rows(report, output.wording, tensors=tensors, ranks=ranks))
+    output.report(report, _rows(report, output.wording, tensors=tensors, ranks=ranks, deep=deep))
 
 
-def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
+def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool, deep: bool) -> list[tuple[str, str]]:
     source, details = report.source, report.details
     rows = [("path", str(report.path)), ("format", source["format"])]
     if "stage" in details:
@@ -97,6 +97,12 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
         rows.append(("config", str(config or ("in the states" if source["has_config"] else absent))))
         if details["quantization"]:
             rows.append(("quantized", _quantization_text(details["quantization"])))
+        if (optimizer := details["optimizer"]) is not None:
+            text = f"cannot be read: {optimizer['problem']}"
+            if optimizer["problem"] is None:
+                text = f"{optimizer['class']}: {plural(optimizer['num_tensors'], 'tensor')}, "
+                text += f"{size_text(optimizer['nbytes'])}; xrank reshard converts it, a gather leaves it out"
+            rows.append(("optimizer", text))
         if source["recipe"]:
             rows.append(("recipe", f"{source['recipe']}: a gather gives Hugging Face's names"))
     facts = [(key, _fact_text(value)) for key, value in details["format"].items() if value is not None]
@@ -126,7 +132,7 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
         rows += [("to get", f"{one['what']}: {one['command']}") for one in details["commands"]]
     rows += [("wrote", report.output.path)] if report.output is not None and report.output.path else []
     if not details["problems"]:
-        rows.append(("problems", "none"))
+        rows.append(("problems", "none" if deep else "none in the metadata; --deep reads every byte"))
     return rows
 
 

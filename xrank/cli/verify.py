@@ -77,6 +77,8 @@ def _rows(report: Report, against: str | None) -> list[tuple[str, str]]:
         replicas = report.proof.num_replicas_compared
         fact = f"every element exactly once; {plural(report.proof.num_checksums, 'checksum')} good"
         fact += f"; {plural(replicas, 'replica')} equal" if replicas else ""
+        states = report.proof.num_optimizer_tensors
+        fact += f"; {plural(states, 'tensor')} of the optimizer, too" if states else ""
     if report.proof.base_model:
         fact += f"; {report.proof.base_model} as in the base model"
     return [("ok", f"{counts}: {fact}")]

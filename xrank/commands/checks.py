@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from xrank.recipes.found_source import BaseModel
 
 COPY_AGAIN = "gather the model again, or copy the file again from a good copy"
+_OR_FORGET = f"if another program was to change the weights, delete {MANIFEST_NAME}"
 
 
 class Verdict(Struct, frozen=True, eq=False):
@@ -56,6 +57,34 @@ class Check(Struct, frozen=True, eq=False):
     """Returns an error of the reading in the words of this check."""
     made: FolderPlan | None = None
     """A folder that is made and not written, to compare what was read with it."""
+    moments: Plan | None = None
+    """A plan that reads the optimizer's moments; `judge` gets its outcome last."""
+
+
+class Moments(Struct, frozen=True, eq=False):
+    """The moments of a checkpoint's optimizer, which no gather reads."""
+
+    optimizer: str
+    count: int
+    plan: Plan
+
+
+def plan_moments(path: str, part: str | None) -> Moments | XrankError | None:
+    """Return the moments of a checkpoint; an error if they cannot be read; None if there is no optimizer."""
+    from xrank.engine.hf_folder import lay_out
+    from xrank.readers.training_states import find_training_state
+
+    try:
+        state = find_training_state(path, part=part)
+        names = {name for kinds in state.states.values() for name in kinds.values()} if state is not None else set()
+        if state is None or not names:
+            return None
+        shards = tuple(shard for shard in state.stored.shards if shard.name in names)
+        outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in shards]
+        plan = make_plan(replace(state.stored, shards=shards, hashes=()), lay_out(outputs, 1 << 62))
+    except XrankError as error:
+        return error
+    return Moments(state.optimizer or "Adam", len(outputs), plan)
 
 
 def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
@@ -64,6 +93,8 @@ def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None]
         outcomes = [_make(check.plan, check.plan.source.hashes, budget, team, progress)]
         if (made := check.made) is not None:
             outcomes.append(_make(made.plan, made.source.hashes, budget, team, transforms=made.transforms))
+        if check.moments is not None:
+            outcomes.append(_make(check.moments, (), budget, team))
     except XrankError as error:
         raise check.explain(error) from error
     return check.judge(*outcomes) if team.is_first else None
@@ -170,7 +201,8 @@ def _check_digests(
 def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
     """Return the error for a file of a model, or a tensor in it, whose digest is not the manifest's."""
     what = f"{tensor or file}: its bytes differ from those that were gathered" + (f" ({file})" if tensor else "")
-    return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=COPY_AGAIN)
+    step = f"{COPY_AGAIN}; {_OR_FORGET}"
+    return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=step)
 
 
 def make_absence_error(path: str, file: str) -> IncompleteError:
@@ -225,11 +257,16 @@ def plan_proof(
     if base is not None and checked is None:
         notes.append(describe_skipped_check(base, path))
     plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
+    moments = plan_moments(path, part)
+    if isinstance(moments, XrankError):  # a gather does not need them
+        notes.append(("optimizer", f"the optimizer was not read: {moments.message}"))
+        moments = None
 
-    def judge(outcome: Outcome) -> Verdict:
+    def judge(outcome: Outcome, *others: Outcome) -> Verdict:
         proof = ProofFacts(
             coverage="proven",
-            num_checksums=outcome.num_checksums,
+            num_checksums=outcome.num_checksums + sum(other.num_checksums for other in others),
+            num_optimizer_tensors=0 if moments is None else moments.count,
             num_replicas_compared=sum(len(tensor.replicas) for tensor in plan.tensors),
         )
         return Verdict(
@@ -241,7 +278,7 @@ def plan_proof(
             tuple(notes),
         )
 
-    return Check(plan, judge)
+    return Check(plan, judge, moments=None if moments is None else moments.plan)
 
 
 def plan_state_proof(path: str) -> Check:

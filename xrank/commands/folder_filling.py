@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
+from xrank.commands.checks import make_damage_error
 from xrank.commands.earlier_output import find_earlier, identify_output
 from xrank.commands.report import EARLIER_NOTE, WrittenOutput
 from xrank.engine.buffers import OpenSource
@@ -29,6 +30,7 @@ from xrank.layout.nest_table import IntArray, int_array
 from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
+from xrank.storage import places
 from xrank.storage.commit import JournalLine, Stage
 from xrank.storage.manifest import (
     MANIFEST_NAME,
@@ -38,6 +40,7 @@ from xrank.storage.manifest import (
     ManifestTensor,
     ManifestVersion,
     manifest_blocks,
+    read_manifest,
     tensor_line,
 )
 from xrank.storage.staging import check_store_writer, open_stage, settle_output
@@ -140,6 +143,8 @@ def _write_lists(
     sources = [os.path.basename(file.path) for file in plan.source.files]
     tensors = [(tensor, digests[i]) for i, file in enumerate(plan.files if facts else ()) for tensor in file.tensors]
     tensors.sort(key=lambda one: one[0].output.name)
+    if planned.transforms is None:
+        _compare_source(plan, tensors)
     blocks: Iterable[bytes] = manifest_blocks(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
         files,
@@ -161,6 +166,26 @@ def _write_lists(
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, blocks)
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
+
+
+def _compare_source(plan: Plan, tensors: Sequence[tuple[TensorPlan, FileDigests]]) -> None:
+    """Compare unchanged tensors of a model that xrank wrote with its manifest: safetensors files have no checksums."""
+    source = plan.source
+    path = os.path.join(source.path, MANIFEST_NAME)
+    if source.format != "safetensors" or source.recipe is not None or not places.exists(path):
+        return
+    listed, records = read_manifest(path)["tensors"], source.records
+    # A base model may have filled some in, and quantized ones are decoded.
+    own = [os.path.dirname(file.path) == source.path for file in source.files]
+    for tensor, digests in tensors:
+        output, got = tensor.output, digest_text(digests.tensors[tensor.output.name])
+        want, used = listed.get(output.name), tensor.copies.record
+        is_changed = tensor.changed or tensor.update is not None or tensor.source_dtype != output.dtype
+        is_changed = is_changed or output.is_padded or not {*records.quantized}.isdisjoint(used.tolist())
+        if want is None or is_changed or not all(own[file] for file in records.file[used].tolist()):
+            continue
+        if (want["dtype"], tuple(want["shape"])) == (output.dtype, output.shape) and want["digest"] != got:
+            raise make_damage_error(source.path, want["file"], output.name, got, want["digest"])
 
 
 def _quantization(planned: FolderPlan) -> ManifestQuantization | None:

@@ -11,13 +11,14 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
+from xrank.commands.checks import Moments, plan_moments
 from xrank.commands.report import count_rank_tensors, counts_requests, model_facts
 from xrank.engine.buffers import NullTarget
 from xrank.engine.executor import execute
 from xrank.engine.planner import divide_replicas, make_plan
 from xrank.engine.report import InspectDetails, Report, SourceFacts, timed_report
 from xrank.engine.sources import open_source
-from xrank.errors import COMMAND, XrankError, names_own_arguments, option
+from xrank.errors import COMMAND, UsageError, XrankError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel
@@ -127,11 +128,12 @@ def inspect(
         problems=[{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
         tensors=tensors,
         missing=[to_builtins(one) for one in missing],
-        commands=_list_commands(text, model, missing, has_faults=bool(problems)),
+        commands=_list_commands(text, model, missing, problems),
         format={} if model is None else {key: value for key, value in model.details.items() if key != "ranks"},
         companions=companions,
         config_path=config_path,
         quantization=quantization,
+        optimizer=None if model is None else _describe_optimizer(text, part, deep=deep),
         ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else counted,
     )
     source = SourceFacts(path=text, format=reader.name)
@@ -156,6 +158,22 @@ inspect_source = inspect
 """The name inside xrank, where `inspect` is Python's module."""
 
 
+def _describe_optimizer(path: str, part: str | None, *, deep: bool) -> dict[str, Any] | None:
+    """Return the facts of a checkpoint's optimizer, or its first problem; `deep` reads its moments."""
+    moments = plan_moments(path, part)
+    if not isinstance(moments, Moments):
+        return None if moments is None else {"problem": moments.message}
+    problem = None
+    try:
+        if deep:
+            with closing(open_source(moments.plan.source)) as files:
+                execute(moments.plan, files, NullTarget(), budget=GatherOptions().budget)
+    except XrankError as error:
+        problem = error.message
+    counts = {"num_tensors": moments.count, "nbytes": moments.plan.nbytes}
+    return {"class": moments.optimizer, **counts, "problem": problem}
+
+
 def _compare_ties(planned: FolderPlan) -> None:
     """Compare the tensors that are tied and stored apart, as a gather does while it copies them."""
     records = {shard.name: set(shard.record.tolist()) for shard in planned.source.shards}
@@ -171,14 +189,16 @@ def _compare_ties(planned: FolderPlan) -> None:
 
 
 def _list_commands(
-    path: str, model: StoredModel | None, missing: Sequence[MissingTensor], *, has_faults: bool
+    path: str, model: StoredModel | None, missing: Sequence[MissingTensor], problems: Sequence[XrankError]
 ) -> list[dict[str, str]]:
     """Return what can be had of a source, each with its command."""
     if model is None or len(missing) == len([*model.shards, *model.absent]):
         return []
     count, gather = len(model.shards) - sum(one.shape is not None for one in missing), f"xrank gather {path} -o OUT"
-    if not has_faults:
+    if not problems:
         return [{"what": f"all {plural(count, 'tensor')}", "command": gather}]
+    if any(isinstance(problem, UsageError) for problem in problems):
+        return []  # it ends each of these commands, too; its next step leads further
     wanted, filling = option("include", metavar="REGEX"), option("fill_from_base", metavar="REGEX")
     found = {
         f"a selection of {plural(count, 'whole tensor')}": wanted,

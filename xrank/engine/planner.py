@@ -242,12 +242,8 @@ def divide_replicas(shard: StoredShard, source: StoredModel, alike: Alike | None
     first_rows, other_rows, fault = alike[kind]
     copies, replicas = (Copies(one.rank, shard.record[one.record], one.nests) for one in (first_rows, other_rows))
     if fault is not None:
-        error = coverage_error(shard, copies, fault, math.prod(shard.shape), source)
-        if fault.kind == "gap" and is_lost.any():
-            (rank, file), *_ = find_lost_parts(whole, source)
-            error.about(rank=rank, file=file, got=f"rank {rank}'s part is lost with {file}")
-            error.advise(f"restore {file}, then {AGAIN}; xrank inspect lists all that is missing")
-        raise error
+        lost = find_lost_parts(whole, source)[0] if is_lost.any() else None
+        raise coverage_error(shard, copies, fault, math.prod(shard.shape), source, lost)
     return copies, replicas
 
 
@@ -319,9 +315,14 @@ _ONCE = "every element exactly once"
 
 
 def coverage_error(
-    shard: StoredShard, copies: Copies, fault: CoverageFault, num_elements: int, source: StoredModel
+    shard: StoredShard,
+    copies: Copies,
+    fault: CoverageFault,
+    num_elements: int,
+    source: StoredModel,
+    lost: tuple[int, str] | None,
 ) -> XrankError:
-    """Return the error that names a fault's tensor, range, ranks and files."""
+    """Return the error that names a fault's tensor, range, ranks and files; `lost` is the rank and file of a part."""
     name, table = shard.name, [copies.nests[i] for i in range(len(copies))]
     if fault.kind == "gap":
         # The gap ends where the next piece begins, which is exact for whole missing shards.
@@ -330,7 +331,12 @@ def coverage_error(
         what = f"{name}, {where}: no rank wrote these elements"
         got = f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all"
         next_step = f"let the missing rank write again, then {AGAIN}; nothing was written"
-        return IncompleteError(what, tensor=name, index_range=where, got=got, want=_ONCE, next_step=next_step)
+        facts: dict[str, Any] = {"tensor": name, "index_range": where}
+        if lost is not None:
+            facts["rank"], facts["file"] = lost
+            what, got = f"{name}, {where}: rank {lost[0]}'s part is damaged or missing", f"its file: {lost[1]}"
+            next_step = f"restore {lost[1]}, then {AGAIN}; xrank inspect lists all that is missing"
+        return IncompleteError(what, got=got, want=_ONCE, next_step=next_step, **facts)
     holders = [
         (int(copies.rank[i]), source.files[int(source.records.file[copies.record[i]])].path)
         for i, nest in enumerate(table)
@@ -346,5 +352,5 @@ def coverage_error(
         what = f"{name}, from {at} on: held twice, by {ranks_text(rank for rank, _ in holders)}, in different parts"
         got = ", ".join(f"rank {rank} in {path}" for rank, path in holders)
         want = f"{_ONCE}, or equal pieces as replicas"
-    facts: dict[str, Any] = {"tensor": name, "rank": holder[0], "file": holder[1], "index_range": at}
+    facts = {"tensor": name, "rank": holder[0], "file": holder[1], "index_range": at}
     return ContradictionError(what, got=got, want=want, next_step=_CHECK_LAYOUT, **facts)

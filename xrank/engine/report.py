@@ -91,6 +91,8 @@ class ProofFacts(Facts):
     """Replicas that a run would compare; only a dry run gives it."""
     num_checksums: int = 0
     """Number of the source's checksums that were compared."""
+    num_optimizer_tensors: int = 0
+    """Number of an optimizer's moments and masters that were read, in addition to the model."""
     num_digests: int = 0
     """Number of tensors whose digest is as in a manifest."""
     manifest: str | None = None
@@ -235,6 +237,8 @@ class InspectDetails(Facts):
     config_path: str | None = None
     quantization: Mapping[str, Any] | None = None
     """The declared quantization, the number of quantized tensors, and the bytes of codes and of scales."""
+    optimizer: Mapping[str, Any] | None = None
+    """The optimizer's class, the number of its moments and masters, and their bytes; or its problem."""
     ranks: Sequence[Mapping[str, Any]] = ()
 
 

@@ -891,7 +891,7 @@ def _place(
     if shape is not None:
         shard, assumption = _place_by_base_shape(name, held, shape)
         return [shard], assumption
-    dims = ", ".join(("d0/tp", *(f"d{dim}" for dim in range(1, len(held[0].shape))))[: len(held[0].shape)])
+    dims = ", ".join(f"d{dim}" for dim in range(len(held[0].shape)))
     subject = held[0].of(name)
     raise subject.layout(
         f"no layout is recorded, so it is unknown how it is split over {ranks_text(h.rank for h in held)}",
@@ -900,7 +900,8 @@ def _place(
         either(
             "write DTensors, or plain tensors with layouts",
             f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
-            f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
+            f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]" if each rank holds the whole tensor'
+            + (f', or "[{dims.replace("d0", "d0/tp", 1)}]" if it holds a part of the rows' if dims else ""),
             f"give {option('base_model', metavar='DIR')}",
         ),
     )

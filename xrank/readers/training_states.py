@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
+from xrank.errors import UsageError
 from xrank.formats.torch_archive import read_archive
 from xrank.layout.training_state import LeftOut, TrainingState
 from xrank.readers.adam_states import why_not_plain
@@ -67,6 +68,16 @@ def read_training_state(path: str, *, part: str | None = None) -> TrainingState:
         f"one of {', '.join(_READERS)}",
         "give the checkpoint of the trainer itself, with the optimizer's state",
     )
+
+
+def find_training_state(path: str, *, part: str | None = None) -> TrainingState | None:
+    """Return what `read_training_state` does; None if the checkpoint has no optimizer."""
+    try:
+        return read_training_state(path, part=part)
+    except UsageError as error:
+        if "contains no optimizer" in error.message or "contains no training state" in error.message:
+            return None
+        raise
 
 
 _FILES = {

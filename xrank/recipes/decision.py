@@ -65,6 +65,7 @@ from xrank.recipes.sources import complete_adapter, open_base_model, read_source
 from xrank.recipes.ties import declare_ties, find_ties
 from xrank.storage import places
 from xrank.storage.output_place import SALVAGE_NAME
+from xrank.storage.url import is_url
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
@@ -121,9 +122,11 @@ def config_text_of(
         told = f"no config.json was found; give {option('base_model')}, and {replaced}"
         if place is not None:
             folder = place if places.is_folder(place) else os.path.dirname(place) or os.curdir
-            told = f"no config.json was found, which from_pretrained needs; put the model's into {folder}, then "
-            told += replaced
-        return None, [("no-config", Text(told))]
+            told = "no config.json was found, which from_pretrained needs; give "
+            told += f"{option('base_model', metavar='DIR')}, or put it into {folder}; then "
+            # A store cannot add a file to a model that it has.
+            told += f"gather again, with a new {option('out')}" if is_url(place) else replaced
+        return None, [] if options.salvage else [("no-config", Text(told))]
     cast = _CAST_NAMES.get(options.dtype)
     if path is not None and cast is None:
         return None, []

@@ -24,11 +24,13 @@ from xrank.readers.hugging_face.shards import is_shard_name
 from xrank.readers.records import ENGINE_PART, NO_CHECKSUMS, Records, Subject, outside_error
 from xrank.storage import places
 from xrank.storage.entries import parse_json
+from xrank.storage.manifest import MANIFEST_NAME
 from xrank.storage.output_place import SALVAGE_NAME
 from xrank.storage.regular_file import Origin, open_regular
 from xrank.words import likewise_text, list_text, plural
 
 # torchtune/training/checkpointing/_checkpointer.py put the epoch behind: model-00001-of-00002_0.safetensors.
+_VERIFIABLE = ("no-checksums", f"safetensors files hold no checksums; xrank verify compares {MANIFEST_NAME}'s digests")
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})((?:_\d+)?\.[^.]+)")
 _MAX_INDEX_NBYTES = 256 << 20
 _OF_ZERO = re.compile(r".*_states\.pt|latest|latest_universal|zero_to_fp32\.py|global_step\d+")
@@ -470,7 +472,7 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes:
         records=records.table(),
         shards=tuple(shards),
         nbytes=records.nbytes,
-        notes=(NO_CHECKSUMS,),
+        notes=(_VERIFIABLE if os.path.exists(os.path.join(path, MANIFEST_NAME)) else NO_CHECKSUMS,),
     )
 
 
