@@ -52,8 +52,8 @@ def _list_schemes() -> list[str]:
 @options.dtype("keep", "base", "bf16", "fp16", "fp32", default="keep")
 @options.dequantize
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names of tensors that a cast leaves in fp32.")
-@click.option("--include", multiple=True, metavar="REGEX", help="Write only tensors with an output name that matches.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out tensors with an output name that matches.")
+@click.option("--include", multiple=True, metavar="REGEX", help="Write only tensors whose whole output name matches.")
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out tensors whose whole output name matches.")
 @click.option("--salvage", is_flag=True, help="Write the undamaged tensors of SRC, and a list of the others.")
 @click.option("--fill-from-base", multiple=True, metavar="REGEX", help="Missing tensors to copy from --base-model.")
 @click.option(

@@ -450,8 +450,8 @@ class DcpReader:
             # accelerate's folder of the model may lie beside it.
             name = os.path.basename(places.absolute(path)).replace("optimizer", "pytorch_model_fsdp")
             is_beside = places.is_folder(os.path.join(os.path.dirname(places.absolute(path)), name))
-            hint = f"; the model's is {os.path.join(path, os.pardir, name)}" if is_beside else ""
-            return f"an optimizer's state, as accelerate names its folder{hint}"
+            hint = f"; give {os.path.dirname(places.absolute(path))}, which has the model, too" if is_beside else ""
+            return f"only an optimizer's state, in a folder of accelerate{hint}"
         if read_backend(path) == "torch_dist" or {"common.pt", _METADATA}.issubset(entries):
             return "a Megatron checkpoint (torch_dist)"
         return None
