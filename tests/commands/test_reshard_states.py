@@ -200,7 +200,7 @@ def test_accelerates_folders(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "b" / "rng_state_0.pth").read_bytes() == b"any"
     assert report.output["companions"] == ["rng_state_0.pth", "trainer_state.json"]
     report = xrank.reshard_checkpoint(made, None, tmp_path / "c", to="dcp")
-    assert ("left-out", "rng_state_0.pth: random states of ranks") in report.notes
+    assert ("left-out", "left out: rng_state_0.pth (random states of ranks)") in report.notes
 
 
 REST = ("table", "frozen.weight", "frozen.bias")

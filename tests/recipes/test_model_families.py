@@ -68,7 +68,7 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
     model, tensors = model_of(family), megatron(family, vocab=48)
     report = gather_checkpoint(leave(tmp_path / "ws", tensors, config_of(family)), tmp_path / "out")
     assert report.source["recipe"] == f"megatron-{family.replace('_', '-')}"
-    assert ("padding-cut", "embedding.word_embeddings.weight: 11 rows of padding") in report.notes
+    assert ("padding-cut", "embedding.word_embeddings.weight: 11 rows of padding cut") in report.notes
     manifest = json.loads((tmp_path / "out" / "xrank_manifest.json").read_text())
     (table,) = [name for name in manifest["tensors"] if name.endswith(("embed_tokens.weight", "wte.weight"))]
     assert report.output is not None

@@ -255,7 +255,7 @@ def rewrite_model(
                     made.setdefault(new, (pairing.target_shape[own:], []))[1].append((scaled[old], nest))
                     dropped.update({new: rows} if rows else {})
             if rows:
-                notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
+                notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding cut"))
     order = list_outcomes(matched, sizes)
     check_whole(source.path, matched, order, made.keys(), flags, layers)
     trained = matched.dropped

@@ -235,10 +235,10 @@ def _describe_losses(state: TrainingState, target: StateTarget) -> Iterator[Note
             f"no data loader position is written{counted}: set checkpoint.exclude_from_loading to dataloader",
         )
     if (foreign := sorted(_OF_DEEPSPEED & state.values.keys())) and not is_universal:
-        yield "left-out", f"{list_text(foreign)}: about DeepSpeed's engine"
+        yield "left-out", f"left out: {list_text(foreign)} (of DeepSpeed's engine)"
     for one in state.left_out:
         if one.path is None or target not in ("accelerate", "deepspeed-universal"):
-            yield "left-out", f"{one.name}: {one.why}"
+            yield "left-out", f"left out: {one.name} ({one.why})"
 
 
 # ---- torch DCP
