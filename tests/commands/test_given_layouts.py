@@ -45,7 +45,8 @@ def test_refused_tensor_by_tensor(bench: Bench) -> None:
         "embed.weight: no layout is recorded, so it is unknown how it is split over ranks 0-3",
         "likewise up.weight, down.weight, norm.weight, steps",
         "plain tensors of shape [8, 8]",
-        'give --layout FILE with lines such as [mesh], grid = "tp=4", [tensors], "embed.weight" = "[d0/tp, d1]"',
+        'give --layout FILE with lines such as [mesh], grid = "tp=4", [tensors], "embed.weight" = "[d0, d1]" if '
+        'each rank holds the whole tensor, or "[d0/tp, d1]" if it holds a part of the rows',
         "or give --base-model DIR",
     ]
     bench.refused("LayoutError", says=says, tensor="embed.weight", rank=0, file="rank_0_state.pth")

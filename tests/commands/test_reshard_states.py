@@ -203,6 +203,29 @@ def test_accelerates_folders(source: Path, tmp_path: Path) -> None:
     assert ("left-out", "left out: rng_state_0.pth (random states of ranks)") in report.notes
 
 
+def test_damage_in_the_optimizer_is_found_by_verify_and_a_deep_inspection(source: Path, tmp_path: Path) -> None:
+    xrank.reshard_checkpoint(source, None, tmp_path / "made", to="accelerate")
+    made = tmp_path / "checkpoint-2"
+    shutil.copytree(tmp_path / "made", made, ignore=shutil.ignore_patterns("xrank_manifest.json"))
+    good = xrank.verify_model(made)
+    count = good.proof.num_optimizer_tensors
+    assert good.ok and count == 10 and f"{count} tensors of the optimizer, too" in run("verify", made).stdout
+    assert f"AdamW: {count} tensors" in run("inspect", made).stdout
+    (file,) = (made / "optimizer_0").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(next(iter(train()[1].state.values()))["exp_avg"].numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    bad = xrank.verify_model(made)
+    assert isinstance(bad.fault, CorruptError) and bad.fault.file == str(file)
+    assert xrank.inspect(made).details["optimizer"]["problem"] is None  # it reads metadata alone
+    assert "checksum" in xrank.inspect(made, deep=True).details["optimizer"]["problem"]
+    assert xrank.gather_checkpoint(made, tmp_path / "model").ok
+    file.unlink()
+    lost = xrank.verify_model(made)
+    assert lost.ok and any(text.startswith("the optimizer was not read: ") for _, text in lost.notes)
+
+
 REST = ("table", "frozen.weight", "frozen.bias")
 """Tensors that no optimizer trains."""
 

@@ -69,6 +69,18 @@ def test_a_flipped_byte_names_tensor_and_file(bench: Bench, tensor: str) -> None
     good(bench.out)
 
 
+def test_a_gather_of_a_damaged_model_is_refused_unless_its_manifest_is_gone(bench: Bench, tmp_path: Path) -> None:
+    gathered(bench)
+    file = next(bench.out.glob("*.safetensors"))
+    header = read_header(str(file))
+    flip(file, header.data_start + header.tensors[0].start)
+    says = [f"{header.tensors[0].name}: its bytes differ from those that were gathered", f"delete {MANIFEST}"]
+    refusal(run("gather", bench.out, "--out", tmp_path / "again", "--json"), "CorruptError", says=says)
+    assert not (tmp_path / "again").exists()
+    (bench.out / MANIFEST).unlink()
+    assert run("gather", bench.out, "--out", tmp_path / "again").exit_code == 0
+
+
 def test_no_flipped_bit_goes_unseen(bench: Bench) -> None:
     gathered(bench)
     random.seed(6)

@@ -266,9 +266,9 @@ def plan_proof(
         proof = ProofFacts(
             coverage="proven",
             num_checksums=outcome.num_checksums + sum(other.num_checksums for other in others),
-            num_optimizer_tensors=0 if moments is None else moments.count,
             num_replicas_compared=sum(len(tensor.replicas) for tensor in plan.tensors),
         )
+        proof = proof if moments is None else proof.extended(num_optimizer_tensors=moments.count)
         return Verdict(
             SourceFacts(
                 path=path, format=model.format, recipe=model.recipe, world_size=model.world_size, step=model.step
