@@ -74,7 +74,7 @@ def test_where_to_put_one_is_said(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "run")
     (folder / "config.json").unlink()
     told = notes(gather_checkpoint(tmp_path, tmp_path / "out", format="dcp"))["no-config"]
-    assert told.endswith(f"into {folder / PART}, then make the same call with overwrite=True")
+    assert told.endswith(f"into {folder / PART}; then make the same call with overwrite=True")
 
 
 @pytest.mark.parametrize("is_json", [False, True])
@@ -90,9 +90,9 @@ def test_advice_about_a_missing_config_works_as_typed(tmp_path: Path, is_json: b
         (wrote,) = [line for line in ended.stdout.splitlines() if line.startswith("wrote")]
         assert wrote.endswith("; no config.json: see the note")
         (told,) = [line for line in ended.stdout.splitlines() if "no config.json was found" in line]
-    place = told.partition("put the model's into ")[2].partition(", then run: ")[0]
+    place = told.partition("put it into ")[2].partition("; then run: ")[0]
     shutil.copy(config, place)
-    command = shlex.split(told.partition(", then run: ")[2])
+    command = shlex.split(told.partition("; then run: ")[2])
     assert command == ["xrank", *map(str, arguments), "--overwrite"]
     assert run(*command[1:]).exit_code == 0
     assert (tmp_path / "out" / "config.json").read_bytes() == config.read_bytes()

@@ -45,8 +45,10 @@ def test_refused_tensor_by_tensor(bench: Bench) -> None:
         "embed.weight: no layout is recorded, so it is unknown how it is split over ranks 0-3",
         "likewise up.weight, down.weight, norm.weight, steps",
         "plain tensors of shape [8, 8]",
-        'give --layout FILE with lines such as [mesh], grid = "tp=4", [tensors], "embed.weight" = "[d0, d1]" if '
-        'each rank holds the whole tensor, or "[d0/tp, d1]" if it holds a part of the rows',
+        (
+            'give --layout FILE with lines such as [mesh], grid = "tp=4", [tensors], "embed.weight" = "[d0, d1]" if '
+            'each rank holds the whole tensor, or "[d0/tp, d1]" if it holds a part of the rows'
+        ),
         "or give --base-model DIR",
     ]
     bench.refused("LayoutError", says=says, tensor="embed.weight", rank=0, file="rank_0_state.pth")
@@ -95,7 +97,7 @@ BAD_FILES = {
     "an unknown axis": (FILE.replace("f/tp]", "f/pp]"), ["rule 'down.weight'", "got   ['pp']"], "layout.toml"),
     "an unknown table": (FILE + "[more]\n", ["'more' is not a table"], "layout.toml"),
     "a rule that is no text": (FILE.replace('"[n]"', "3"), ["'norm.weight|steps' has no layout's text"], "layout.toml"),
-    "a rule that cannot be read": (FILE.replace('"[n]"', '"[n/]"'), ["cannot be read", "not an axis"], "layout.toml"),
+    "a rule that cannot be read": (FILE.replace('"[n]"', '"[n/]"'), ["cannot be read", "instead of an axis"], "layout.toml"),
     "a pattern that is none": (FILE.replace("norm.weight|", "("), ["is not a regular expression"], "layout.toml"),
     "no mesh": (FILE.partition("[tensors]")[2].join(["[tensors]", ""]), ["a rule for it but no [mesh]"], None),
     "a mesh that is too small": (

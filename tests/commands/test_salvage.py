@@ -117,7 +117,7 @@ def test_inspect_draws_what_is_lost(tmp_path: Path) -> None:
     (source / "__2_0.distcp").write_bytes((source / "__2_0.distcp").read_bytes()[:3000])
     text = run("inspect", source, "--html", tmp_path / "page.html").stdout
     lost = "rank 1 in __1_0.distcp; rank 2 in __2_0.distcp"
-    assert text.count("\nproblem ") == 2 and f"2.weight, rows 2-5: no rank wrote these elements; {lost}" in text
+    assert text.count("\nproblem ") == 2 and f"2.weight, rows 2-5: rank 1's part is damaged or missing; {lost}" in text
     assert f"2 whole tensors, and a list of the others: xrank gather {source} -o OUT --salvage" in text
     page = (tmp_path / "page.html").read_text()
     assert page.count('class="box lost"') >= 2 and "lost: the part of ranks 1-2" in page

@@ -221,7 +221,7 @@ def test_equality_sees_mesh_and_aliases():
         ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a" = "[h] in kv"\n', "rule 'a': the mesh has no view 'kv'"),
         ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a.{e/tp}" = "[h]"\n', "Invalid axis names"),
         ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a.{e/dp}" = "[h/dp]"\n', "cut twice by 'dp'"),
-        ('[tensors]\n"a.{e/}" = "[h]"\n', "a tensor's name cannot be read: '}' stands at position 5"),
+        ('[tensors]\n"a.{e/}" = "[h]"\n', "a tensor's name cannot be read: '}' is at position 5"),
         ('[tensors]\n"a.{e}{f}" = "[h]"\n', "some text between two groups"),
         ('[tensors]\n"a.{e" = "[h]"\n', "a tensor's name cannot be read: the text ends"),
         ('[tensors]\n"a" = "scale(b, 3)"\n', "a companion cannot be read"),

@@ -94,9 +94,8 @@ FOLLOWED: Mapping[str, str] = {
     r"if you trust its writer, omit {strict_pickles}": (
         "readers/test_foreign_names.py::test_class_of_the_user_is_refused_if_asked_for"
     ),
-    r"give {layouts}( with (this tensor's layout|its layout|lines such as .*))?": (
-        "readers/test_layout_advice.py::test_a_layout_file_that_is_given"
-    ),
+    r"give {layouts}( with (this tensor's layout|its layout|lines such as .*))?"
+    r'|"\[{}\]" if it holds a part of the rows': ("readers/test_layout_advice.py::test_a_layout_file_that_is_given"),
     r'give a rule like "{}" = "flat\(a \[7, 10\], b \[7\]\)/~fsdp" by {layouts}': (
         "readers/test_layout_advice.py::test_numbers_of_a_flat_buffer"
     ),

@@ -60,12 +60,12 @@ def test_what_nearly_fits_comes_first(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError) as caught:
         find_source(str(folder))
     got = str(caught.value.got)
-    assert got.startswith("dcp: an optimizer's state, as accelerate names its folder; none of workspace, safetensors")
+    assert got.startswith("dcp: only an optimizer's state, in a folder of accelerate; none of workspace, safetensors")
     assert len(got) < 250
     fill(tmp_path, "checkpoint/pytorch_model_fsdp_0/.metadata")
     with pytest.raises(UnknownFormatError, match="known") as caught:
         find_source(str(folder))
-    assert f"the model's is {folder}/../pytorch_model_fsdp_0" in str(caught.value.got)
+    assert f"give {folder.parent}, which has the model, too" in str(caught.value.got)
     with pytest.raises(UnknownFormatError) as caught:
         find_source(str(fill(tmp_path / "other", "notes.txt")))
     assert str(caught.value.got).startswith("none of ")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from xrank.commands.checks import make_damage_error
 from xrank.commands.earlier_output import find_earlier, identify_output
 from xrank.commands.report import EARLIER_NOTE, WrittenOutput
 from xrank.engine.buffers import OpenSource
@@ -185,6 +184,8 @@ def _compare_source(plan: Plan, tensors: Sequence[tuple[TensorPlan, FileDigests]
         if want is None or is_changed or not all(own[file] for file in records.file[used].tolist()):
             continue
         if (want["dtype"], tuple(want["shape"])) == (output.dtype, output.shape) and want["digest"] != got:
+            from xrank.commands.checks import make_damage_error  # most gathers find no damage
+
             raise make_damage_error(source.path, want["file"], output.name, got, want["digest"])
 
 

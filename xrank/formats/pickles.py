@@ -585,11 +585,11 @@ class PickleScan:
             self.named_at.frombytes(np.append(places, start)[1:][is_name].tobytes())
             num_puts, num_runs = int(ordinals[-1]) + 1, num_runs + int(counts[RUN])
             if start > len(data):
-                raise _damaged(origin, len(data), "no end")
+                raise _damaged(origin, len(data), "data without an end")
             if open_marks.min() < 0 or self._arguments(places[opcodes == PROTOCOL[0]], 1).max(initial=0) > 5:
                 raise _damaged(origin, start, "opcodes without a mark" if open_marks.min() < 0 else "a later protocol")
         if not data or opcodes[-1] != STOP:
-            raise _damaged(origin, len(data), "no end")
+            raise _damaged(origin, len(data), "data without an end")
         if num_marks or largest > num_puts + 255:
             raise _damaged(origin, len(data), f"{num_marks} open marks" if num_marks else f"memo number {largest}")
         self._num_puts = num_puts

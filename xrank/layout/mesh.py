@@ -109,7 +109,7 @@ class DeviceMesh:
         for word in text.split():
             match = _GRID_AXIS.fullmatch(word)
             if match is None:
-                want = 'axes as name=length between blanks, such as "dp=2 tp=4"'
+                want = 'axes as name=length, separated by spaces, such as "dp=2 tp=4"'
                 raise LayoutError(f"the grid {text[:200]!r} cannot be read", got=repr(word[:80]), want=want)
             axes.append((match["name"], int(match["length"])))
         return cls([length for _, length in axes], [name for name, _ in axes], ranks)

@@ -353,10 +353,10 @@ class TextParser:
         """Return the error for an unexpected next token."""
         token = self.next
         before, after = self.text[: token.position], self.text[token.position :]
-        found = "the text ends" if token.kind == "end" else f"{_escape(token.text[:40])!r} stands"
+        found = "the text ends" if token.kind == "end" else f"{_escape(token.text[:40])!r} is"
         # Show only a part of a long text, around the place.
         shown = _escape(("..." if len(before) > 60 else "") + before[-60:] + ">>>" + after[:40])
-        what = f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', not {want}"
+        what = f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', instead of {want}"
         return LayoutError(what, got=f"'{shown}', position {token.position}", want=want, next_step=next_step)
 
     def _go_to(self, position: int) -> None:
