@@ -97,7 +97,7 @@ BAD_FILES = {
     "an unknown axis": (FILE.replace("f/tp]", "f/pp]"), ["rule 'down.weight'", "got   ['pp']"], "layout.toml"),
     "an unknown table": (FILE + "[more]\n", ["'more' is not a table"], "layout.toml"),
     "a rule that is no text": (FILE.replace('"[n]"', "3"), ["'norm.weight|steps' has no layout's text"], "layout.toml"),
-    "a rule that cannot be read": (FILE.replace('"[n]"', '"[n/]"'), ["cannot be read", "instead of an axis"], "layout.toml"),
+    "a rule that cannot be read": (FILE.replace('"[n]"', '"[n/]"'), ["cannot be read", "instead of"], "layout.toml"),
     "a pattern that is none": (FILE.replace("norm.weight|", "("), ["is not a regular expression"], "layout.toml"),
     "no mesh": (FILE.partition("[tensors]")[2].join(["[tensors]", ""]), ["a rule for it but no [mesh]"], None),
     "a mesh that is too small": (
