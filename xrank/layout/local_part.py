@@ -174,7 +174,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
         what = "a shape is not a sequence of integers"
-        raise LayoutError(what, got=repr(shape)[:200], want="such as (4, 8)") from None
+        raise LayoutError(what, got=repr(shape)[:200], want="a tuple such as (4, 8)") from None
     if any(size < 0 for size in sizes):
         raise LayoutError(f"the shape {sizes} has a negative size", got=str(sizes), want="sizes of 0 or more")
     return sizes
