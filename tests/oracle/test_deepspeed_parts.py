@@ -79,7 +79,7 @@ def refused(source: Path, tmp_path: Path, exit_code: int, *words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("layer_05-model_states.pt", "holds 5."),
+        ("layer_05-model_states.pt", "where 5."),
         ("layer_00-model_states.pt", "tied_modules.embed.scale"),
         ("mp_rank_01_model_states.pt", "stage 1"),
         ("bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", "bf16_zero_pp_rank_1_mp_rank_01"),

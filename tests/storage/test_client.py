@@ -127,8 +127,17 @@ def test_the_deadline_ends_the_repetitions_and_the_error_names_object_and_range(
 
 
 def test_a_store_that_does_not_answer_is_named_once_while_requests_are_repeated(caplog):
-    backend = Failing(*[FaultError(FaultKind.PASSING, "no connection")] * 9)
+    backend = Failing(*[FaultError(FaultKind.PASSING, "no connection")] * 7)
     store = ObjectStore("s3://b", backend, StoreSettings(), FastClock())
     assert store.read("k", 0, 4) == bytes(4)
-    text = "s3://b: no connection; requests are repeated for up to 300 s (XRANK_STORE_TIMEOUT)"
+    text = "s3://b: no connection; requests are repeated for up to 30 s (XRANK_STORE_TIMEOUT)"
     assert [record.getMessage() for record in caplog.records] == [text]
+
+
+def test_a_store_that_never_answered_is_given_up_early():
+    clock = FastClock()
+    backend = Failing(*[FaultError(FaultKind.PASSING, "no connection")] * 99)
+    started = clock.now()
+    with pytest.raises(XrankError, match="tried") as failure:
+        ObjectStore("s3://b", backend, StoreSettings(), clock).read("k", 0, 4)
+    assert clock.now() - started < 60 and "AWS_ENDPOINT_URL" in failure.value.next_step

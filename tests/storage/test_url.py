@@ -52,6 +52,7 @@ def test_credentials_in_a_url_are_refused_without_being_repeated(given):
         ("s3://", "give one, as in s3://NAME/folder"),
         ("https://", "give one, as in https://NAME/folder"),
         ("gs//bucket/a", "give gs://bucket/a, or ./gs//bucket/a for a folder of this machine"),
+        ("s3:bucket/a", "give s3://bucket/a, or ./s3:bucket/a for a folder of this machine"),
     ],
 )
 def test_a_slip_in_a_url_is_not_a_folder(given, next_step):

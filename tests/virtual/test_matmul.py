@@ -430,9 +430,9 @@ def test_invalid_product_shardings_are_refused(sharding):
 
 
 def test_a_policy_that_the_shardings_cannot_have_is_refused():
-    with pytest.raises(UsageError, match="cannot be multiplied by MatchedInnerSharding"):
+    with pytest.raises(UsageError, match="do not fit the policy MatchedInnerSharding"):
         MatMul(MatMulSharding(("[m, k/y]", "[k/x, n]")), POLICIES.MatchedInnerSharding)
-    with pytest.raises(UsageError, match="cannot be multiplied by Unsharded"):
+    with pytest.raises(UsageError, match="do not fit the policy Unsharded"):
         MatMul(MatMulSharding(("[m, k/y]", "[k/y, n]")), POLICIES.Unsharded)
 
 

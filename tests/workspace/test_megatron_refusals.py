@@ -195,7 +195,7 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
     "a norm that is marked as an expert's": (
         _EXPERTS,
         lambda m: setattr(_layer(m, "pre_mlp_layernorm.weight"), "allreduce", False),
-        "one of several expert ranks",
+        "mark it as an expert's weight",
         "decoder.layers.0.pre_mlp_layernorm.weight",
     ),
     "experts with a gap": (
@@ -272,7 +272,7 @@ def test_a_mesh_with_other_axes_or_without_any_is_refused() -> None:
     # Experts' marks show that they lie on several ranks.
     experts = Run(ep=2, chunks=((1,),), has_experts=True)
     (chunk,) = chunks_of(experts, whole_model(experts), 0)
-    with pytest.raises(LayoutError, match="one of several expert ranks"):
+    with pytest.raises(LayoutError, match="mark it as an expert's weight"):
         local_model(chunk, mesh=DeviceMesh.parse_grid("dp=2"), rank=0, world_size=2)
 
 

@@ -131,13 +131,13 @@ _deltas = click.argument("deltas", nargs=-1, required=True, metavar="DIR...", ty
 @click.option(
     "--resume/--no-resume", default=True, show_default=True, help="Reuse the finished parts of an interrupted run."
 )
-@click.option("--verify", is_flag=True, help="Read the files back before they appear.")
+@click.option("--verify", is_flag=True, help="Read each file back before it gets its final name.")
 @options.allow_http
 @reporting
 def apply(output: Output, base: str, deltas: tuple[str, ...], out: str, **arguments: Any) -> None:
     """Apply the versions in DIR to the model BASE, and write the newest model to OUT.
 
-    DIR is the folder of one or more versions, or a folder that contains them. Run the command again to update OUT.
+    DIR is the folder of a version, or a folder that contains several. Run the command again to update OUT.
     """
     from xrank.commands.delta_applying import apply_deltas
 
@@ -190,4 +190,4 @@ def _describe(row: dict[str, Any]) -> str:
     if row["is_whole"]:
         return f"whole: {size}"
     step = "" if row["step"] is None else f", step {row['step']}"
-    return f"on {row['base_version']}{step}: {size} of {row['encoding']} bodies, {row['checksum']}"
+    return f"changes of version {row['base_version']}{step}: {size} of {row['encoding']} bodies, {row['checksum']}"

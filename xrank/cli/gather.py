@@ -93,7 +93,9 @@ def _list_schemes() -> list[str]:
     "--resume/--no-resume", default=True, show_default=True, help="Reuse the finished parts of an interrupted run."
 )
 @click.option(
-    "--verify/--no-verify", default=None, help="Read the output back before the rename.  [default: with --overwrite]"
+    "--verify/--no-verify",
+    default=None,
+    help="Read the output back before it gets its final name.  [default: with --overwrite]",
 )
 @click.option(
     "--sign", type=PATH, metavar="KEY", help="Sign the output with a private key (PEM), for model-signing and verify."

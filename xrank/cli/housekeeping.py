@@ -48,7 +48,7 @@ def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None
 @click.argument("path", metavar="[PATH]", default=".", type=PATH)
 @reporting
 def doctor_command(output: Output, path: str) -> None:
-    """Show what xrank can use here: versions, memory, kernel calls, the file system of the folder PATH, GPUs.
+    """Show what xrank can use here: versions, memory, system calls, the file system of the folder PATH, GPUs.
 
     Each feature is tested, with small files in PATH that are removed. The exit code is 0 even if something is missing:
     without it. Put the output into a report of a problem.

@@ -101,7 +101,8 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool, deep:
             text = f"cannot be read: {optimizer['problem']}"
             if optimizer["problem"] is None:
                 text = f"{optimizer['class']}: {plural(optimizer['num_tensors'], 'tensor')}, "
-                text += f"{size_text(optimizer['nbytes'])}; xrank reshard converts it, a gather leaves it out"
+                text += f"{size_text(optimizer['nbytes'])}{', undamaged' if deep else ''}; "
+                text += "xrank reshard converts it, a gather leaves it out"
             rows.append(("optimizer", text))
         if source["recipe"]:
             rows.append(("recipe", f"{source['recipe']}: a gather gives Hugging Face's names"))

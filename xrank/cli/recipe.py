@@ -54,7 +54,7 @@ def show(output: Output, name: str, merged: bool) -> None:
 )
 @click.argument("file", metavar="FILE|NAME", shell_complete=options.completing(options.shipped_recipes, files=True))
 @click.argument("path", metavar="SRC", type=PATH)
-@options.base_model("the names that FILE must make.")
+@options.base_model("the names that the recipe FILE must produce.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @reporting
 def check(output: Output, file: str, path: str, base_model: str | None, tensors: bool) -> None:

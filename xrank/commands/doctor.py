@@ -41,7 +41,7 @@ Check = tuple[str, str, bool | None, str]
 
 
 def examine_machine(path: str | os.PathLike[str] = ".") -> Report:
-    """Describe what this machine offers: versions, memory, kernel calls, and the file system of a folder.
+    """Describe what this machine offers: versions, memory, system calls, and the file system of a folder.
 
     Files of a few kilobytes are made in the folder, in one of their own, and removed. The report is `ok` whatever is
     missing: ``details["checks"]`` has a row for each thing, with its subject, its name, whether it is there (None for

@@ -249,7 +249,7 @@ class ChangedSource(SourceLayer):
         name, path = self._describe(record, change)
         problem = f"{name}: {path} does not reproduce the bytes of its writer"
         got, want = f"{change.checksum_kind} {found}", change.checksum
-        step = "copy this version again from where it was written; or, if that does not help, its base"
+        step = "give the model that the version was made from as its base, or copy the version again"
         return CorruptError(problem, file=path, got=got, want=want, next_step=step, tensor=name)
 
     def _describe(self, record: int, change: RecordChange) -> tuple[str, str]:

@@ -84,9 +84,9 @@ def read_attributes(value: object, where: str) -> tuple[dict[str, Any], list[str
     for name in stored:
         if not _is_free_name(name):
             raise UsageError(
-                f"{where} has the attribute {name!r}",
-                want="text without leading and trailing double underscores",
-                next_step="send its value separately, under a different name",
+                f"{where} has the attribute {name!r}, a reserved name",
+                want="a name without leading and trailing double underscores",
+                next_step="rename the attribute, or send its value separately",
             )
     for name, slot in _slots(kind).items():
         # Not getattr: a slot may be hidden by a property, and an unset one would call __getattr__.
@@ -285,7 +285,8 @@ class _Packer:
         """Return the tree of one part."""
         if self._depth == _MAX_DEPTH:
             raise UsageError(
-                f"{self._whole} contains itself, or is nested too deep", want=f"{_MAX_DEPTH} levels at most"
+                f"{self._whole} contains itself, or is nested too deep",
+                want=f"at most {_MAX_DEPTH} levels of dicts and lists, without cycles",
             )
         self._depth += 1
         tree = self._pack(value, where)

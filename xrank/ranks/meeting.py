@@ -63,7 +63,7 @@ class KeyPair:
         if public not in self._shared:
             shared = x25519(self._private, bytes.fromhex(public))
             if not any(shared):  # RFC 7748, section 6.1: the other's is no point of large order
-                raise damage_error("the public key of a rank is damaged", public[:80])
+                raise damage_error("the public key of a rank cannot be read", public[:80])
             self._shared[public] = shared
         keys = "".join(sorted((public, self.public)))
         pad = hmac.digest(self._shared[public], f"{purpose} {keys}".encode(), hashlib.sha256)

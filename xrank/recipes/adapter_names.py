@@ -423,7 +423,7 @@ def parse_adapter_config(
     """Parse the content of an adapter_config.json as the configuration of these tensors."""
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
     if missing:
-        problem = f"{path}: says no {' and no '.join(missing)}"
+        problem = f"{path} has no {' and no '.join(missing)}"
         got = f"the keys {', '.join(sorted(values)) or 'none'}"
         raise UsageError(problem, file=path, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
     if values.get("peft_type", "LORA") != "LORA":

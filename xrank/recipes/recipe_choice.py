@@ -54,6 +54,7 @@ from xrank.recipes.sizes import (
     collect_flags,
     collect_layers,
     find_refused,
+    find_unsaid,
     list_model_types,
     place_names,
     solve_sizes,
@@ -528,7 +529,13 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     repeated = _find_repeated(found)
     if repeated is not None:
         raise repeated[1]
-    return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))
+    made = rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))
+    unsaid = find_unsaid(found.recipe, config, sizes) if config and not found.is_reversed else {}
+    if unsaid:
+        listed = list_text([f"{key} ({size})" for key, size in unsaid.items()], 9)
+        text = f"config.json has no {listed}: transformers takes its own defaults instead"
+        made = replace(made, notes=(*made.notes, ("config-keys", text)))
+    return made
 
 
 class UnknownName(Struct, frozen=True):

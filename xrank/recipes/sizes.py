@@ -94,6 +94,12 @@ def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mappin
     return found
 
 
+def find_unsaid(recipe: Recipe, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the keys that config.json lacks, although the tensors show their values: key -> value."""
+    keys = ((name, terms[0]) for name, terms in recipe.config.items() if terms and evaluate(config, terms) is None)
+    return {key: sizes[name] for name, key in keys if name in sizes and key.isidentifier()}
+
+
 def collect_layers(
     recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None
 ) -> dict[str, tuple[LayerChoice, ...]]:

@@ -49,6 +49,8 @@ _LEAST_SECONDS = 1.0
 """Time that a repetition has at least, when the deadline is near."""
 _SILENT_SECONDS = 5.0
 """Time after which a user is told about failures that may pass."""
+_FIRST_SECONDS = 30.0
+"""Patience for a store that has not answered any request yet: its address may be wrong."""
 _LOOK_SECONDS = 0.1
 """Time between two looks whether a request shall be given up."""
 _RANGE_NBYTES = 4 << 20
@@ -184,7 +186,7 @@ def make_error(fault: FaultError, url: str, what: str, *, tries: int = 1, second
     `what` is the request, as a participle: ``"read at bytes 0 to 99"``.
     """
     times = "once" if tries == 1 else f"{tries} times in {seconds:.0f} s"
-    again = f"check the network and the store; then {AGAIN}, which resumes from the finished files"
+    again = f"check the endpoint (such as AWS_ENDPOINT_URL), the network and the store; then {AGAIN}"
     default = (XrankError, f" could not be {{what}}, tried {times}", again)
     kind, text, next_step = _ERRORS.get(fault.kind, default)
     if fault.kind is FaultKind.MISSING and _NO_BUCKET.search(fault.text):
@@ -418,7 +420,7 @@ class ObjectStore:
         self.root, self.settings, self.backend = root, settings, backend
         self._clock = clock or _clock
         self._slots = threading.BoundedSemaphore(settings.connections)
-        self._is_silent = True
+        self._is_silent, self._has_answered = True, False
 
     @property
     def fills_memory(self) -> bool:
@@ -514,21 +516,26 @@ class ObjectStore:
             try:
                 with self._slots:
                     left = started + self.settings.timeout_seconds - self._clock.now()
-                    return _send_within(send, max(left, _LEAST_SECONDS), stop)
+                    result = _send_within(send, max(left, _LEAST_SECONDS), stop)
+                self._has_answered = True
+                return result
             except FaultError as fault:
+                self._has_answered |= fault.kind is not FaultKind.PASSING or fault.text[:1].isdigit()
                 spent = self._clock.now() - started
+                patience = self.settings.timeout_seconds
+                patience = patience if self._has_answered else min(patience, _FIRST_SECONDS)
                 # The pauses double, and a random part keeps many clients from coming back at once.
                 pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 16))
                 import random  # requests rarely fail
 
                 pause *= random.uniform(0.5, 1.0)  # noqa: S311
                 is_final = fault.kind not in (FaultKind.PASSING, FaultKind.THROTTLED)
-                if is_final or spent + pause > self.settings.timeout_seconds or stop.is_set():
+                if is_final or spent + pause > patience or stop.is_set():
                     raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
                 if spent > _SILENT_SECONDS and self._is_silent:
                     self._is_silent = False
                     text = "%s: %s; requests are repeated for up to %.0f s (XRANK_STORE_TIMEOUT)"
-                    _logger.warning(text, self.root, fault.text, self.settings.timeout_seconds)
+                    _logger.warning(text, self.root, fault.text, patience)
             self._clock.wait(pause, stop)
 
 

@@ -255,7 +255,7 @@ class FolderStage(Stage):
         with self._explain_errors(path):
             found = digest_plain_file(path)
         if found != self._manifest:
-            next_step = f"another gather wrote the same output; {AGAIN}"
+            next_step = f"let no other gather write the same output, then {AGAIN}"
             raise XrankError(f"{path} is not the manifest that this gather wrote", file=path, next_step=next_step)
 
     def _take_output_name(self) -> str | None:

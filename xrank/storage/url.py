@@ -15,7 +15,7 @@ from xrank.errors import UsageError
 
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-_NO_COLON = re.compile(r"(s3a?|gs|gcs|az|azure|abfss?|hf|https?)//")
+_SLIP = re.compile(r"(s3a?|gs|gcs|az|azure|abfss?|hf|https?)(//|:(?!/))")
 _GIVE = "omit it, and set credentials in the environment, as for the store's own tools"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
 
@@ -48,9 +48,9 @@ def clean_path(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     match = _URL.match(text) if ":/" in text else None
     if match is None:
-        if (slip := _NO_COLON.match(text)) is not None:
-            next_step = f"give {slip[1]}:{text[slip.end(1) :]}, or ./{text} for a folder of this machine"
-            raise UsageError(f"{text} is a URL without its colon", file=text, next_step=next_step)
+        if (slip := _SLIP.match(text)) is not None:
+            next_step = f"give {slip[1]}://{text[slip.end() :]}, or ./{text} for a folder of this machine"
+            raise UsageError(f"{text} is a URL without '://'", file=text, next_step=next_step)
         return text
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme == "file":

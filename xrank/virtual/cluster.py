@@ -383,7 +383,7 @@ class VirtualDevice:
             error.about(rank=self.index)
             raise
         if dim is None and collective in ("reduce_scatter", "scatter"):
-            raise self._refusal(collective, "has no dim", "the dim along which parts are cut")
+            raise self._refusal(collective, "needs dim=", "the dim along which parts are split")
         is_dim = isinstance(dim, SupportsIndex) and -len(spec.shape) <= dim < len(spec.shape)
         if not is_dim and dim is not None:
             raise self._refusal(collective, f"has dim {dim!r} of a shape {spec.shape}", "a dim of the array")
@@ -406,7 +406,7 @@ class VirtualDevice:
         self._traffic[name] = self._traffic.get(name, Traffic()) + traffic
 
     def _refusal(self, collective: str, got: str, want: str) -> UsageError:
-        return UsageError(f"device {self.index}: {collective} {got}", rank=self.index, got=got, want=want)
+        return UsageError(f"device {self.index}: {collective} {got}", rank=self.index, want=want)
 
 
 def interpret(program: Program, device: VirtualDevice) -> None:

@@ -250,7 +250,7 @@ class MatMul(ShardedOperation):
         check_sharding(self, self.sharding, MatMulSharding)
         if self.policy is not None and self.policy not in self.sharding.policies:
             raise UsageError(
-                f"A {self.sharding.a} and B {self.sharding.b} cannot be multiplied by {self.policy.name}",
+                f"A {self.sharding.a} and B {self.sharding.b} do not fit the policy {self.policy.name}",
                 got=self.policy.name,
                 want="one of " + ", ".join(policy.name for policy in self.sharding.policies),
                 next_step="omit the policy to use the default policy of the shardings",

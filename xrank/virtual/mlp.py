@@ -126,7 +126,9 @@ def _like(
 
 def _check_numbers(rate: float, what: str, *parts: float) -> None:
     if not isinstance(rate, SupportsFloat) or not isfinite(rate):
-        raise UsageError("the learning rate of an optimizer must be a number", got=repr(rate), want="a number such as 0.01")
+        raise UsageError(
+            "the learning rate of an optimizer must be a number", got=repr(rate), want="a number such as 0.01"
+        )
     for part in parts:
         if not 0 <= part < 1:
             raise UsageError(f"the {what} of an optimizer is out of range", got=repr(part), want="0 or more, below 1")

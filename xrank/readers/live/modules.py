@@ -119,7 +119,7 @@ class _Places:
             return
         mesh = layout.device_mesh or layouts.device_mesh
         if len(layout.axes) != local.ndim:
-            what = f"its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}"
+            what = f"its layout {layout} has {len(layout.axes)} dims, but the tensor has {local.ndim}"
             raise LayoutError(what, got=f"shape {tuple(local.shape)}", next_step="correct the layout map")
         # The state is read without the map, so the text contains the sizes.
         sized = layout.with_sizes(layouts.sizes)

@@ -93,7 +93,7 @@ def _from_views(views: MeshViews, rank: int) -> MegatronMesh:
                 f"the mesh has the axis {axis!r}, which is not one of Megatron's",
                 views.main.grid,
                 f"axes among {', '.join(_AXES)}",
-                "give the axes of mesh= Megatron's names; dp is for replicas",
+                "rename the axes of mesh= to Megatron's; dp is for replicas",
             )
     dense = _with_axes(views.main, "tp", "pp")
     if "etp" not in of_experts.axis_names and "tp" in of_experts.axis_names:
@@ -220,7 +220,7 @@ def _resolve_layout(
     mark, ways = getattr(value, "allreduce", None), mesh.lengths["ep"]
     if mark is False and (not is_expert or ways == 1):
         raise at.layout(
-            "its attributes place it on one of several expert ranks",
+            "its attributes mark it as an expert's weight, but its name or the mesh does not",
             "allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
             "an expert's name, and a mesh with the axis ep",
             _GIVE_MESH,
