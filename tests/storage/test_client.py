@@ -127,7 +127,7 @@ def test_the_deadline_ends_the_repetitions_and_the_error_names_object_and_range(
 
 
 def test_a_store_that_does_not_answer_is_named_once_while_requests_are_repeated(caplog):
-    backend = Failing(*[FaultError(FaultKind.PASSING, "no connection")] * 7)
+    backend = Failing(*[FaultError(FaultKind.PASSING, "no connection")] * 8)
     store = ObjectStore("s3://b", backend, StoreSettings(), FastClock())
     assert store.read("k", 0, 4) == bytes(4)
     text = "s3://b: no connection; requests are repeated for up to 30 s (XRANK_STORE_TIMEOUT)"
