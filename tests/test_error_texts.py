@@ -96,7 +96,7 @@ def test_errors_are_right_when_they_are_made() -> None:
 def test_steps_that_follow_from_what_is_wanted() -> None:
     assert errors.UsageError("x is 3", want="1 or 2").next_step == "give 1 or 2"
     assert errors.UsageError("x is 3", want="1 or 2", next_step="see y").next_step == "see y"
-    assert errors.LayoutError("x").next_step == "correct the layout or the mesh"
+    assert errors.LayoutError("x").next_step == "correct the layout, its sizes or the mesh"
 
 
 def test_no_text_speaks_of_the_command_or_the_call_alone() -> None:

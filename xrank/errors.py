@@ -371,7 +371,7 @@ class LayoutError(XrankError, ValueError):
     exit_code = 2
 
     def _derive_next_step(self) -> str:
-        return "correct the layout or the mesh"
+        return "correct the layout, its sizes or the mesh"
 
 
 class IncompleteError(XrankError, FileNotFoundError):

@@ -420,7 +420,7 @@ def test_an_output_that_appears_meanwhile(bench: Bench, monkeypatch: pytest.Monk
     with monkeypatch.context() as meanwhile:
         at_read(meanwhile, 1, bench.out.mkdir)
         ended = bench.gather()
-    refusal(ended, "OutputExistsError", says=["something else got its name while this gather ran", "an empty folder"])
+    refusal(ended, "OutputExistsError", says=["another process created it while this gather ran", "an empty folder"])
     assert list(bench.out.iterdir()) == []
     bench.out.rmdir()
     report = bench.succeeds(model)

@@ -210,7 +210,7 @@ def test_a_size_of_absent_tensors_need_not_be_known(bench: Bench, kind: str) -> 
     text = OWN.replace("[config]", flag) + more
     ended = run("recipe", "check", recipe(bench, text), bench.folder / "src", "--json")
     if "when" in kind:
-        refusal(ended, "LayoutError", says=["model.layers.0.experts.0.w: no tensor of the source becomes it"])
+        refusal(ended, "LayoutError", says=["model.layers.0.experts.0.w: no tensor of the source maps to it"])
     else:
         assert ended.exit_code == 0
 

@@ -96,7 +96,7 @@ def test_its_exit_codes(bench: Bench, layout: Path) -> None:
     refused(bench, "UsageError", layout, "--recipe", "llama", says=["no recipe is called llama"])
     bad = bench.folder / "bad.toml"
     bad.write_text(LAYOUT.replace('"r=2"', '"r=5"').replace("n/~r, m", "n/r, m"))
-    refused(bench, "LayoutError", bad, says=["does not divide by 5"], tensor="embed.weight")
+    refused(bench, "LayoutError", bad, says=["is not divisible by 5"], tensor="embed.weight")
     bad.write_text(LAYOUT.replace('"steps"', '"stops"'))
     refused(bench, "LayoutError", bad, says=["no rule of the layout file"], tensor="steps")
     assert [name for name in bench.names() if name.startswith(".")] == []

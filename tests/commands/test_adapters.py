@@ -842,7 +842,7 @@ class TestConfigurations:
         [
             ({"r": 4}, UsageError, "says no lora_alpha"),
             ({}, UsageError, "says no r and no lora_alpha"),
-            ({"r": 4, "lora_alpha": 8, "peft_type": "LOHA"}, UsageError, "is not the configuration of a LoRA"),
+            ({"r": 4, "lora_alpha": 8, "peft_type": "LOHA"}, UsageError, "is not a LoRA configuration"),
             ({"r": "4", "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
             ({"r": True, "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
             ({"r": 4, "lora_alpha": 0}, CorruptError, "lora_alpha is not"),

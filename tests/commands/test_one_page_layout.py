@@ -202,7 +202,7 @@ def test_a_model_of_everything_is_resharded_and_comes_back(tmp_path: Path, page:
     tied = tmp_path / "tied.toml"
     tied.write_text('[alias]\nhead = "embed"\n')
     gather_checkpoint(tmp_path / "ws", tmp_path / "whole", layouts=tied)
-    with pytest.raises(LayoutError, match=r"layers\.0\.fc1: 6/tp: 6 does not divide by 4"):
+    with pytest.raises(LayoutError, match=r"layers\.0\.fc1: 6/tp: 6 is not divisible by 4"):
         reshard_checkpoint(tmp_path / "ws", there, tmp_path / "moved")
     there.write_text(there.read_text().replace("[f/tp <gate", "[f/~tp <gate"))
     report = reshard_checkpoint(tmp_path / "ws", there, tmp_path / "moved")

@@ -121,7 +121,7 @@ def test_ranks_disagree_about(bench: Bench, what: str) -> None:
         ("[a/", ("x",), (8,), "LayoutError", ["a layout cannot be read: the text ends", "an axis"]),
         ("[a/y]", ("x",), (8,), "LayoutError", ["has no axis 'y'", "one of ['x']"]),
         ("[a/x, b]", ("x",), (8,), "LayoutError", ["does not fit the shape (8,)", "2 dims"]),
-        ("[a/x]", ("x",), (9,), "LayoutError", ["9 does not divide by 2", "a multiple of 2"]),
+        ("[a/x]", ("x",), (9,), "LayoutError", ["9 is not divisible by 2", "a multiple of 2"]),
         ("[a/x]", ("x",), (10,), "ContradictionError", ["rank 0's part does not have the shape", "got   [4]", "[5]"]),
         ("[a/x]", ("x y",), (8,), "LayoutError", ["axis name 'x y'", "a letter"]),
         ("[a/x]", ("x\x1b[31m",), (8,), "LayoutError", ["axis name 'x\\x1b[31m'"]),

@@ -439,7 +439,7 @@ def test_tensors_without_a_rule_and_rules_without_a_tensor(bench: Bench) -> None
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        ({"embed.weight": "[v/x, h]"}, "embed.weight: v/x: 16 does not divide by 3"),
+        ({"embed.weight": "[v/x, h]"}, "embed.weight: v/x: 16 is not divisible by 3"),
         ({"embed.weight": "[v/~x]"}, "embed.weight: "),
         ({"steps": "[n, m]"}, "steps: "),
         ({"steps": "[7/~x]"}, "steps: "),

@@ -157,13 +157,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: (out / MANIFEST).write_text(""),
         "CorruptError",
         MANIFEST,
-        ["is not a manifest of xrank"],
+        ["is not a valid xrank manifest"],
     ),
     "a manifest cut short": (
         lambda out: os.truncate(out / MANIFEST, 700),
         "CorruptError",
         MANIFEST,
-        ["is not a manifest of xrank"],
+        ["is not a valid xrank manifest"],
     ),
     "a manifest of another version": (
         lambda out: replace(out / MANIFEST, '"schema": 1', '"schema": 9'),

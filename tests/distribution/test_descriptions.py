@@ -128,7 +128,7 @@ def test_rules_are_checked_in_a_description():
         assert type(one) is nn.Parameter and one.equal(other)
     with pytest.raises(LayoutError, match="matches no parameter"), describe({"x": ("model",)}).scope():
         Perceptron()
-    with pytest.raises(LayoutError, match="does not divide by 4"), describe({"weight": ("model",)}).scope():
+    with pytest.raises(LayoutError, match="is not divisible by 4"), describe({"weight": ("model",)}).scope():
         nn.Linear(4, 6)
     with describe({"x": ("model",)}).scope():
         pass  # nothing was made

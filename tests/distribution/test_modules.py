@@ -448,7 +448,7 @@ def test_a_layout_that_does_not_fit_changes_nothing(rules, message):
 @pytest.mark.ranks(2)
 def test_uneven_parts_have_to_be_written():
     model = nn.Linear(4, 5)
-    with pytest.raises(ValueError, match="does not divide by 2"):
+    with pytest.raises(ValueError, match="is not divisible by 2"):
         model_parallel((1, 2), {"weight": ("model",)}).distribute_module(model)
     model_parallel((1, 2), {"weight": "[f/~model, h]"}).distribute_module(model)
     assert model.weight.to_local().shape == ((3, 4) if dist.get_rank() == 0 else (2, 4))

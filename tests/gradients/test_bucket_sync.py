@@ -112,7 +112,7 @@ def test_old_gradients_are_replaced_when_zeroing_is_skipped(is_overlapped: bool,
         ]
     sync.reset(lazily=True)
     sync.add_gradient(1, None, is_last=True)
-    with pytest.raises(GradientError, match="b: on rank 1 a kernel added its gradient to that of the last step"):
+    with pytest.raises(GradientError, match="b: on rank 1 a kernel added its gradient on top of the last step's"):
         sync.finish()
 
 

@@ -111,7 +111,7 @@ def test_an_axis_cuts_once():
 
 def test_a_cut_dim_divides_and_size_zero_does():
     layout = TensorLayout(("model",), MESH)
-    with pytest.raises(ValueError, match="does not divide by 4"):
+    with pytest.raises(ValueError, match="is not divisible by 4"):
         local_part(layout, MESH, MESH.coordinate(0), (6,))
     assert local_part(layout, MESH, MESH.coordinate(0), (0,)).shape == (0,)
     assert local_part(layout, MESH, MESH.coordinate(7), (8,)).shape == (2,)

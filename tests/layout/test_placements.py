@@ -186,7 +186,7 @@ def test_a_strided_cut_among_three_of_one_dim_must_be_even(placements, text):
     mesh = DeviceMesh((2, 3, 2), ("a", "b", "c"))
     layout = from_placements(mesh, placements, 2)
     assert str(layout) == text
-    with pytest.raises(LayoutError, match="does not divide by"):
+    with pytest.raises(LayoutError, match="is not divisible by"):
         local_part(layout, mesh, mesh.coordinate(0), (9, 1))
     thin = DeviceMesh((2, 1, 2), ("a", "b", "c"))
     assert str(from_placements(thin, (_StridedShard(0, split_factor=2), Shard(0), Shard(0)), 1)) == "[d0/~b/~c/~a]"

@@ -90,7 +90,7 @@ def test_names_refuse_what_layouts_refuse():
     for text, message in (
         ("w.{e/ep}", "cut twice by 'ep'"),
         ("w.{L/pp}", "size 'L' of the name"),
-        ("w.{5/pp}", "5 does not divide by 2"),
+        ("w.{5/pp}", "5 is not divisible by 2"),
         ("w.{9999999}", "too many tensors"),
         ("w.{4/tp}", "Invalid axis names"),
     ):

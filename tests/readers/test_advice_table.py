@@ -140,7 +140,7 @@ FOLLOWED: Mapping[str, str] = {
     r"none if Megatron's process groups are initialized": (
         "workspace/test_megatron_refusals.py::test_process_groups_of_other_ranks_are_refused"
     ),
-    r"give all ranks one model, of one run and step, with the same layouts": (
+    r"write the same model, of one run and step and with the same layouts, on all ranks": (
         "readers/test_live_ranks.py::test_ranks_that_get_the_same_layouts_as_advised"
     ),
     r"give all ranks the same process group": (
@@ -162,7 +162,7 @@ FOLLOWED: Mapping[str, str] = {
     r"give the folder with the weights|if this is where they belong, .*": (
         "readers/test_foreign_kinds.py::test_folder_without_weights_is_named"
     ),
-    r"give all ranks the same version of xrank": NOTHING,
+    r"use the same version of xrank on all ranks": NOTHING,
     r"give the module|its state dict": "commands/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
     # looks
     r"check .*|do not use this .*|use a version of xrank that supports it|report it to the authors of .*": NOTHING,

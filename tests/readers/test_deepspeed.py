@@ -167,7 +167,7 @@ def test_placeholders_of_one_memory_are_no_ties(tmp_path):
     empty = torch.empty(0, dtype=torch.bfloat16)
     module = dict.fromkeys((*model.trained, *model.frozen, "head.weight"), empty) | dict(model.buffers)
     write_zero(tmp_path / "run", model, Zero(changed_state={"shared_params": {}, "module": module}))
-    with pytest.raises(ContradictionError, match=r"lists head\.weight, but the checkpoint contains no weights of it"):
+    with pytest.raises(ContradictionError, match=r"lists head\.weight, but the checkpoint contains no data for it"):
         gathered(tmp_path / "run", tmp_path / "out")
 
 
@@ -576,13 +576,13 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"shared_params": {"a": 1}}, CorruptError, ("shared_params",)),
     (2, {"frozen_param_fragments": {"a": 1}}, CorruptError, ("not a tensor",)),
     (3, {"frozen_param_fragments": None}, ContradictionError, ("frozen.weight", "exclude_frozen_parameters")),
-    (3, dict.fromkeys(("frozen_param_fragments", "frozen_param_shapes")), ContradictionError, ("no weights of it",)),
+    (3, dict.fromkeys(("frozen_param_fragments", "frozen_param_shapes")), ContradictionError, ("no data for it",)),
     (3, {"buffer_names": []}, None, ()),
 ])  # fmt: skip
 def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
     write_zero(tmp_path / "run", made_model(), Zero(stage=stage, changed_state=changes))
     if kind is None:  # real tensors that no list names: stage 3 keeps parameters out of the partitions, too
-        kind, words = ContradictionError, ("lists mean", "contains no weights of it")
+        kind, words = ContradictionError, ("lists mean", "contains no data for it")
     refused(tmp_path / "run", kind, *words)
 
 

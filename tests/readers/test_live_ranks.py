@@ -117,7 +117,7 @@ def test_ranks_that_get_the_same_layouts_as_advised() -> None:
     texts = [told(parts, rows)[0], told(parts, columns)[1]]
     with pytest.raises(ContradictionError, match="ranks 0 and 1 disagree about its layout or mesh") as caught:
         read_ranks(texts)
-    assert caught.value.next_step == "give all ranks one model, of one run and step, with the same layouts"
+    assert caught.value.next_step == "write the same model, of one run and step and with the same layouts, on all ranks"
     assert next(iter(planned(read_ranks(told(parts, rows))).tensors)).output.shape == (4, 3)
 
 

@@ -534,7 +534,7 @@ def test_values_that_no_array_has(
     array = json.loads(file.read_text())
     change(array)
     file.write_text(json.dumps(array))
-    with pytest.raises(CorruptError, match="is not that of a zarr array") as caught:
+    with pytest.raises(CorruptError, match="is not valid metadata of a zarr array") as caught:
         gather_checkpoint(tree, tmp_path / "out")
     assert caught.value.file == str(file) and says in str(caught.value.got) and not (tmp_path / "out").exists()
 

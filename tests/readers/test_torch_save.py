@@ -196,7 +196,7 @@ def test_numbered_files_may_be_those_of_ranks(tmp_path: Path) -> None:
         save(tmp_path / "run" / f"model_{number}.pt", MODEL)
     with pytest.raises(UnknownFormatError) as caught:
         gathered(tmp_path / "run")
-    assert "several with numbers" in str(caught.value.got)
+    assert "several numbered ones" in str(caught.value.got)
     (tmp_path / "run" / "model_1.pt").unlink()
     assert same(gathered(tmp_path / "run")[0], MODEL)
 

@@ -48,7 +48,7 @@ def test_a_tied_head_need_not_be_there(tmp_path: Path) -> None:
     gather_checkpoint(leave(tmp_path / "ws", as_megatron(model), config_of(model)), tmp_path / "out")
     assert_is(tmp_path / "out", model)
     untied = config_of(model, tie_word_embeddings=False)
-    with pytest.raises(ContradictionError, match=r"lm_head.weight: no tensor of the source becomes it"):
+    with pytest.raises(ContradictionError, match=r"lm_head.weight: no tensor of the source maps to it"):
         gather_checkpoint(leave(tmp_path / "ws", as_megatron(model), untied), tmp_path / "no")
 
 
@@ -69,7 +69,7 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
         (
             lambda t, c: (without(t, "decoder.layers.1.mlp.linear_fc2.weight"), c),
             ContradictionError,
-            r"model.layers.1.mlp.down_proj.weight: no tensor of the source becomes it",
+            r"model.layers.1.mlp.down_proj.weight: no tensor of the source maps to it",
         ),
         (
             lambda t, c: (t, {**c, "num_hidden_layers": 4}),

@@ -84,7 +84,7 @@ def test_a_checkpoint_is_proven_as_a_gather_would(tmp_path: Path) -> None:
     lacking = {name: tensor for name, tensor in theirs().items() if name != "decoder.layers.1.mlp.linear_fc2.weight"}
     ended = run("verify", leave(tmp_path / "less", lacking, config()))
     assert ended.exit_code == 4
-    assert "model.layers.1.mlp.down_proj.weight: no tensor of the source becomes it" in ended.stderr
+    assert "model.layers.1.mlp.down_proj.weight: no tensor of the source maps to it" in ended.stderr
     # Without a config nobody knows the vocabulary; the bytes can be verified all the same.
     bare = json.loads(run("verify", leave(tmp_path / "bare", theirs()), "--json").stdout)
     assert (bare["exit_code"], bare["source"]["recipe"]) == (0, None)

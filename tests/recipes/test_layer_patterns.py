@@ -107,9 +107,9 @@ def test_stacks_of_two_kinds_become_one_row_of_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "config", "says"),
     [
-        ("blocks.1.moe.w", {}, "layers.6.moe: no tensor of the source becomes it"),
-        ("first.1.w", {}, "layers.1.mlp: no tensor of the source becomes it"),
-        ("blocks.0.dense.n", {}, "layers.3.n: no tensor of the source becomes it"),
+        ("blocks.1.moe.w", {}, "layers.6.moe: no tensor of the source maps to it"),
+        ("first.1.w", {}, "layers.1.mlp: no tensor of the source maps to it"),
+        ("blocks.0.dense.n", {}, "layers.3.n: no tensor of the source maps to it"),
         (None, {"experts": [0, 0, 0, 0, 1, 1, 0]}, "of the group (dense|moe), which layer [56] lacks by config.json"),
         (None, {"first_dense": 2}, "first.2.n does not fit"),
     ],

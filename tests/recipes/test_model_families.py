@@ -188,7 +188,7 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
             lambda: megatron("llama"),
             lambda: config_of("llama", attention_bias=True),
             ContradictionError,
-            "model.layers.0.self_attn.q_proj.bias: no tensor of the source becomes it",
+            "model.layers.0.self_attn.q_proj.bias: no tensor of the source maps to it",
         ),
         (
             lambda: megatron("llama", changes=_ALL_BIASES),

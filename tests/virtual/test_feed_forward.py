@@ -275,7 +275,7 @@ def test_invalid_layer_shardings_are_refused():
 def test_sizes_that_do_not_divide_are_refused_by_name():
     texts = ("[b, s, m]", "[m, h/y]", "[h/y]", "[b, s, h/y]", "[h/y, m]", "[m]", "[b/x, s, m]")
     operation = FeedForward(FeedForwardSharding(texts))
-    with pytest.raises(LayoutError, match="w1: 6/y: 6 does not divide by 4"):
+    with pytest.raises(LayoutError, match="w1: 6/y: 6 is not divisible by 4"):
         plan(operation, MESH, activations=((2, 3, 8),), parameters=((8, 6), (6,), (6, 8), (8,)))
-    with pytest.raises(LayoutError, match="out: 3/x: 3 does not divide by 2"):
+    with pytest.raises(LayoutError, match="out: 3/x: 3 is not divisible by 2"):
         plan(operation, MESH, activations=((3, 3, 8),), parameters=((8, 8), (8,), (8, 8), (8,)))

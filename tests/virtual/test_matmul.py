@@ -385,7 +385,7 @@ def test_an_impossible_candidate_is_not_chosen():
     choice = cheapest([wrong, uneven, right], MESH, **shapes)
     assert choice.operation.sharding == right
     assert {operation.sharding for operation, _ in choice.refused} == {wrong, uneven}
-    with pytest.raises(LayoutError, match=r"a: 6/y: 6 does not divide by 4"):
+    with pytest.raises(LayoutError, match=r"a: 6/y: 6 is not divisible by 4"):
         cheapest([uneven], MESH, **shapes)
     with pytest.raises(UsageError, match="no shardings to choose from"):
         cheapest([], MESH, **shapes)
@@ -444,7 +444,7 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_runs():
     assert (caught.value.tensor, caught.value.want) == ("b", "b of 6 rows in F32")
     with pytest.raises(LayoutError, match="a cannot be multiplied by b"):
         cluster().run(operation, activations=(a,), parameters=(b.astype("float64"),))
-    with pytest.raises(LayoutError, match="c: 6/y: 6 does not divide by 4") as caught:
+    with pytest.raises(LayoutError, match="c: 6/y: 6 is not divisible by 4") as caught:
         cluster().run(operation, activations=(a,), parameters=(b[:, :6],))
     assert caught.value.tensor == "c"
     with pytest.raises(LayoutError, match="dc is not the gradient of its tensor"):

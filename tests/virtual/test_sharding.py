@@ -33,7 +33,7 @@ def test_an_uneven_dim_is_cut_as_array_split_or_as_chunk(size):
 
 def test_a_cut_that_must_be_even_is_refused_where_it_does_not_divide():
     assert list_elements(TensorSharding((DimSharding(("y",), "/"),)), (8,))[3] == [6, 7]
-    with pytest.raises(LayoutError, match=r"7/y: 7 does not divide by 4") as caught:
+    with pytest.raises(LayoutError, match=r"7/y: 7 is not divisible by 4") as caught:
         list_elements(TensorSharding((DimSharding(("y",), "/"),)), (7,))
     assert caught.value.want == "a multiple of 4"
 

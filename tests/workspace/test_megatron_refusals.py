@@ -261,9 +261,9 @@ def test_a_mesh_with_other_axes_or_without_any_is_refused() -> None:
     (chunk,) = chunks_of(run, whole_model(run), 0)
     with pytest.raises(LayoutError, match="not one of Megatron's"):
         local_model(chunk, mesh=DeviceMesh.parse_grid("tensor=2"), rank=0, world_size=2)
-    with pytest.raises(LayoutError, match="the layout of its ranks is unknown"):
+    with pytest.raises(LayoutError, match="the mesh of its ranks is unknown"):
         local_model(chunk, rank=0, world_size=2)
-    with pytest.raises(LayoutError, match="the layout of its ranks is unknown"):
+    with pytest.raises(LayoutError, match="the mesh of its ranks is unknown"):
         local_model([chunk], layouts=LayoutMap(), rank=0, world_size=2)
     with pytest.raises(LayoutError, match="rank 2 is not in the mesh"):
         local_model(chunk, mesh=mesh_of(run), rank=2, world_size=3)

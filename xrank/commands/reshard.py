@@ -121,7 +121,8 @@ def reshard_checkpoint(
         raise UsageError(
             "a workspace needs the layout of its ranks",
             want=option("layouts", metavar="FILE"),
-            next_step=f"give a layout file, or a target that is loaded on any ranks, such as {option('to', 'dcp')}",
+            next_step=f"give a layout file, or a target that any number of ranks can load, such as "
+            f"{option('to', 'dcp')}",
         )
     if choice == "base":
         raise UsageError(

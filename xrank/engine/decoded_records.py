@@ -105,5 +105,5 @@ class DecodedSource(SourceLayer):
         owner = find_owner(self._model, record)
         what = f"{owner['tensor']}, {owner['index_range']}: " if owner else ""
         what += f"{path} has a damaged chunk at byte {offset:,}"
-        want = f"a frame of zstd with {int(self._nbytes[record]):,} bytes"
+        want = f"a valid zstd frame with {int(self._nbytes[record]):,} bytes"
         return CorruptError(what, file=path, got=got, want=want, next_step=COPY, **owner)

@@ -49,7 +49,7 @@ def probe_outputs(
                 made = transform(name, tensor)
     except Exception as error:
         problem = f"transform does not describe its outputs for {name}: called with a tensor on the meta device, "
-        problem += "which has a shape and a dtype and no values, it raised"
+        problem += "which has a shape and a dtype but no values, it raised an error"
         raise UsageError(
             problem,
             tensor=name,

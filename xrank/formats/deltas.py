@@ -40,7 +40,7 @@ _CHUNK_NBYTES = 1 << 18
 _STEP_NBYTES = 1 << 20
 """Bytes that are compressed at once: their xor stays in cache."""
 FRAME_HEADER_NBYTES = 18
-"""Bytes of the longest header of a frame of zstd (RFC 8878, section 3.1.1.1)."""
+"""Bytes of the longest header of a valid zstd frame (RFC 8878, section 3.1.1.1)."""
 _OWN = "xrank"
 
 Bytes = npt.NDArray[np.uint8]

@@ -98,10 +98,11 @@ def inert_error(record: object, origin: Origin, place: str = "") -> XrankError:
     # torch/nn/modules/module.py: Module.__init__
     if isinstance(record.state, dict) and {"_parameters", "_modules"} <= record.state.keys():
         return origin.usage(
-            f"{start} a whole module, an object of {kind}, which only its own code can make",
+            f"{start} a whole module, an object of {kind}, which only its own code can load",
             got=kind,
             want="the state dict of the module",
-            next_step="load it where its class is, then save its state_dict() with torch.save; gather that",
+            next_step="load it where its class can be imported, then save its state_dict() with torch.save; gather "
+            "that",
         )
     names = {(each.module, each.name) for each in _find_records([record])}
     if all(is_known(name) or (name[0] == "torch._utils" and name[1].startswith("_rebuild_")) for name in names):

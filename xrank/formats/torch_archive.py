@@ -770,7 +770,7 @@ class TensorRebuilder(Struct, frozen=True):
             ):
                 pass
             case _:
-                raise self.origin.corrupt("a tensor's offset, shape or strides are not counts")
+                raise self.origin.corrupt("a tensor's offset, shape or strides are not integers of 0 or more")
         capacity = self.nbytes[key] // dtype(dtype_name).nbytes
         extent = 1 if math.prod(shape) else 0
         for stride, count in sorted(zip(strides, shape, strict=True)) if extent else ():

@@ -106,7 +106,7 @@ class ZarrArray(Struct, frozen=True):
     chunk_shape: tuple[int, ...]
     """Shape of what is encoded by itself: the chunk, or an equal part of a chunk that is a shard."""
     is_compressed: bool
-    """Whether each is a frame of zstd; otherwise it is the elements themselves, row-major."""
+    """Whether each is a valid zstd frame; otherwise it is the elements themselves, row-major."""
     is_sharded: bool = False
     """Whether the value under a key ends in an index of its parts."""
     key_prefix: str = ""
@@ -149,7 +149,7 @@ class ZarrArray(Struct, frozen=True):
 
 def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> ZarrArray:
     """Return an array from the content of its ``zarr.json`` or ``.zarray``."""
-    problem = f"the metadata of {quote(name)} is not that of a zarr array"
+    problem = f"the metadata of {quote(name)} is not valid metadata of a zarr array"
     value = Entry.parse(text, lambda fault: origin.corrupt(problem, got=fault))
     array = _parse_v3(name, value, origin) if is_zarr3 else _parse_v2(name, value, origin)
     if not len(array.shape) == len(array.grid_shape) == len(array.chunk_shape):

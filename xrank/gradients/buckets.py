@@ -206,7 +206,7 @@ class ParameterGather:
 
     def _make_ungathered_error(self, name: str) -> GradientError:
         return At(name, self._plan.rank).error(
-            "its shards may have been stepped since finish_grad_sync, and were not gathered",
+            "its shards may have been updated by the optimizer since finish_grad_sync, but were not gathered",
             "call start_param_sync(force_sync=True) on all ranks after the optimizer's step",
         )
 
@@ -397,7 +397,7 @@ class BucketSync:
             if self._is_stale[index]:
                 self.faults.append(
                     At(planned.name, self.plan.rank).fault(
-                        f"on rank {self.plan.rank} a kernel added its gradient to that of the last step",
+                        f"on rank {self.plan.rank} a kernel added its gradient on top of the last step's",
                         "call zero_grad_buffer() without lazily: kernels that set grad_added_to_main_grad need zeros",
                     )
                 )

@@ -575,7 +575,7 @@ def _plan_parameter(
     if role.is_expert and place.expert is None:
         raise At(name, place.rank).usage_error(
             f"it belongs to an expert, since {role.reasons.get('expert')}, and the mesh {place.dense.grid!r} has no ep",
-            "give both factorings: xrank.layout.mesh.megatron_views(world_size, tp=, ep=)",
+            "give both meshes, dense and expert: xrank.layout.mesh.megatron_views(world_size, tp=, ep=)",
         )
     local = local_of(parameter)
     grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else local.dtype

@@ -133,8 +133,9 @@ def check_shard_order(views: MeshViews) -> None:
         for group in mesh.groups(*axes):
             if any(a > b for a, b in pairwise(group)):
                 raise At().layout_error(
-                    f"the ranks of the mesh {mesh.grid!r} descend along {', '.join(axes)}, and process groups ascend",
-                    "let ranks ascend along these axes, or set use_distributed_optimizer=False",
+                    f"the ranks of the mesh {mesh.grid!r} descend along {', '.join(axes)}, but process groups must "
+                    f"ascend",
+                    "order the mesh so that ranks ascend along these axes, or set use_distributed_optimizer=False",
                     f"ranks {list(group)}",
                 )
 

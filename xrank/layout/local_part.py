@@ -310,7 +310,7 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
         # Each rank's share must itself be a multiple of the unit.
         if size % (length * unit):
             got = f"{size} positions over {length} ranks"
-            what = f"{render_dim(split)}: {size} does not divide by {length}, the length of {split.axis!r}"
+            what = f"{render_dim(split)}: {size} is not divisible by {length}, the length of {split.axis!r}"
             next_step = f'write "/~{split.axis}" if the last ranks hold less'
             if size % length:
                 raise LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)

@@ -261,7 +261,7 @@ def _flatten(devices: Any) -> Iterator[int | str]:
     else:
         rank = _as_int(devices, "a device of a mesh")
         if rank < 0:
-            raise LayoutError("a device of a mesh is not a rank", got=str(rank), want="a rank, 0 or more")
+            raise LayoutError("a mesh contains a device that is not a rank", got=str(rank), want="a rank, 0 or more")
         yield rank
 
 
@@ -273,7 +273,7 @@ def _ranks_and_kind(devices: Any) -> tuple[tuple[int, ...], str | None]:
         match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
         if isinstance(device, str) and match is None:
             want = 'a rank, or a text such as "cuda:3"'
-            raise LayoutError("a device of a mesh is not a rank", got=repr(device)[:80], want=want)
+            raise LayoutError("a mesh contains a device that is not a rank", got=repr(device)[:80], want=want)
         ranks.append(int(device) if match is None else int(match["rank"] or 0))
         kinds[None if match is None else match["kind"].lower()] = None
     if len(kinds) > 1:
@@ -493,5 +493,5 @@ def _remaining(world_size: int, lengths: Mapping[str, int]) -> int:
     if min(lengths.values()) < 1 or world_size < 1 or world_size % taken:
         product = " ".join(f"{name}={length}" for name, length in lengths.items())
         want = f"a multiple of {taken}" if taken > 0 else "lengths of 1 or more"
-        raise LayoutError(f"{world_size} ranks do not divide by {product}", got=f"{world_size} ranks", want=want)
+        raise LayoutError(f"{world_size} ranks are not divisible by {product}", got=f"{world_size} ranks", want=want)
     return world_size // taken

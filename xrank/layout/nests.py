@@ -210,8 +210,8 @@ def _meet_multiple(a: Nest, b: Nest, factor: int, budget: list[int]) -> list[Nes
 def _spend(iterations: int, budget: list[int], a: Nest, b: Nest) -> None:
     budget[0] -= iterations
     if budget[0] < 0:
-        what = "two layouts cut one tensor with strides that do not divide each other"
+        what = "two layouts split a tensor at strides that are not multiples of each other"
         got = f"strides {[loop[1] for loop in a.loops]} against {[loop[1] for loop in b.loops]}"
         want = f"at most {MAX_UNROLLED} pieces for a pair of shards"
-        next_step = "choose a layout with cuts at multiples of the other layout's"
+        next_step = "choose a layout whose cuts are multiples of the other layout's cuts"
         raise LayoutError(what, got=got, want=want, next_step=next_step)

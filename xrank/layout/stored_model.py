@@ -136,7 +136,7 @@ class RecordTable(Struct, frozen=True, eq=False):
     crc32: IntArray
     """CRC-32 of the bytes as the format recorded it, or `NO_CHECKSUM`."""
     encoded_nbytes: IntArray | None = None
-    """Bytes of each record in its file where they are a frame of zstd, or `PLAIN`; None: all records are plain."""
+    """Bytes of each record in its file where they are a valid zstd frame, or `PLAIN`; None: all records are plain."""
     inline: Mapping[int, bytes] = field(default_factory=dict)
     """Record -> its bytes, for records inside of compressed metadata; `offset` is that of the metadata."""
     quantized: Mapping[int, QuantizedMatrix] = field(default_factory=dict)

@@ -338,7 +338,7 @@ class _Packer:
                 f"{where} is a defaultdict whose default_factory cannot be sent",
                 got=repr(factory)[:100],
                 want=", ".join(_FACTORIES),
-                next_step="convert it by dict(...), or give it one of these",
+                next_step="convert it with dict(...), or use one of these types",
             )
         # A module's state dict has an attribute of its own, _metadata.
         attributes = self._pack_attributes(getattr(value, "__dict__", {}), where)

@@ -445,7 +445,7 @@ class PeerOffer(Struct, eq=False):
                 rank=rank,
                 got=fault,
                 want="the description of MemoryOffer.describe",
-                next_step="give all ranks the same version of xrank",
+                next_step="use the same version of xrank on all ranks",
             ),
         )
         mooncake, views = whole.get("mooncake"), whole["views"].value

@@ -487,4 +487,4 @@ _parse_place = lru_cache(maxsize=256)(MemoryPlace.from_json)
 
 
 def _make_receipt_error(rank: int, got: str) -> XrankError:
-    return damage_error(f"rank {rank} sent a receipt that is not one of xrank's", got, rank=rank)
+    return damage_error(f"rank {rank} sent a receipt that is not in xrank's format", got, rank=rank)

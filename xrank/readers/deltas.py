@@ -299,7 +299,7 @@ def _read_sizes(header: SafetensorsHeader) -> Sequence[int | None]:
             except DamagedBodyError as error:
                 subject = Subject(tensor.name, None, header.path)
                 raise subject.make(
-                    CorruptError, "its changes are damaged", str(error), "a frame of zstd", _COPY
+                    CorruptError, "its changes are damaged", str(error), "a valid zstd frame", _COPY
                 ) from error
             found.append(None if size < 0 else size)
     return found

@@ -299,8 +299,7 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
         file=path,
         got=list_text(small, 4),
         want="a checkpoint, or the model's weights in the same folder",
-        next_step="give the folder with the weights; if this is where they belong, their download or save is not "
-        "finished",
+        next_step="give the folder with the weights; if they belong here, their download or save was not completed",
     )
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from xrank.formats.torch_archive import ArchivedTensor
 
 
-SAME_LAYOUTS = "give all ranks one model, of one run and step, with the same layouts"
+SAME_LAYOUTS = "write the same model, of one run and step and with the same layouts, on all ranks"
 """The next step for live ranks, which wrote no states."""
 
 

@@ -222,7 +222,7 @@ class TorchSaveReader:
             return None if _is_saved(path) else "not a file of torch.save"
         if places.is_folder(path) and list_models(path):
             return None
-        return "no model.pt, .pth or .ckpt in it, or several with numbers, which may be those of ranks"
+        return "no model.pt, .pth or .ckpt in it, or several numbered ones, which may be one per rank"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""

@@ -168,7 +168,9 @@ def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (
     name = found.string if found is not None else generic
     step = _NEXT_STEPS.get(kind, _MERGE)
     problem = f"{path} contains {kind}, which xrank can neither copy nor merge"
-    raise UsageError(problem, tensor=name, file=path, got=name, want="a model's own names, or LoRA's", next_step=step)
+    raise UsageError(
+        problem, tensor=name, file=path, got=name, want="only the model's own tensors, or those of LoRA", next_step=step
+    )
 
 
 class _Sorting:
@@ -427,7 +429,7 @@ def parse_adapter_config(
         got = f"the keys {', '.join(sorted(values)) or 'none'}"
         raise UsageError(problem, file=path, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
     if values.get("peft_type", "LORA") != "LORA":
-        problem = f"{path} is not the configuration of a LoRA"
+        problem = f"{path} is not a LoRA configuration"
         raise UsageError(problem, file=path, got=f"peft_type {values['peft_type']}", want="LORA", next_step=_NEXT_STEP)
     _check(values, path)
     is_completed = "peft_type" not in values

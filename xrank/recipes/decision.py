@@ -629,8 +629,9 @@ def _plan_salvage(
     filled = [name for name in lacking if matches(options.fill_from_base, name)]
     if options.fill_from_base and not filled and missing:
         problem = f"{option('fill_from_base')} matches no missing tensor that the base model has"
-        got, step = list_text(lacking or [one.name for one in missing], 3), "xrank inspect lists the missing tensors"
-        raise UsageError(problem, got=got, want="an expression for missing names", next_step=step)
+        got = list_text(lacking or [one.name for one in missing], 3)
+        step = "run xrank inspect to list the missing tensors"
+        raise UsageError(problem, got=got, want="a pattern that matches missing names", next_step=step)
     missing = [one for one in missing if one.name not in filled]
     if missing and not options.salvage:
         raise explain_missing(missing, faults, place)

@@ -157,11 +157,11 @@ class _Fitting(Struct, frozen=True):
         got = f"{wanted.dtype} in the module"
         if wanted.dtype != shard.dtype and not (ours.is_float and theirs.is_float):
             raise UsageError(
-                f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}",
+                f"{wanted.name}: {shard.dtype} in the source cannot be converted to {wanted.dtype}",
                 tensor=wanted.name,
                 got=got,
                 want=f"{shard.dtype}, or a float type on both sides",
-                next_step="make the module with the source's types",
+                next_step="create the module with the source's dtypes",
             )
         if wanted.name in self.scales and ours.nbytes < theirs.nbytes:
             problem = f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights"

@@ -482,7 +482,7 @@ def _check_given(
         size, tensor = next(iter(open_terms.items()))
         keys = [repr((found.recipe.config.get(size) or (size,))[0]) for size in open_terms]
         got = f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it"
-        alone = "follows only from the existing pieces, and a missing rank may shorten all of them"
+        alone = "is known only from the existing pieces, and is too small if a rank is missing"
         want = f"config.json with {list_text(keys, 3)}"
         raise LayoutError(f"{tensor}: {size!r} {alone}", tensor=tensor, got=got, want=want)
     # In reverse, ignored tensors keep their names and are written too.

@@ -170,7 +170,7 @@ def check_whole(
             got = f"no {' and no '.join(map(str, wanted))}"
             want = f"all tensors that the recipe {matched.recipe.name} makes"
             step = "check that the checkpoint is whole, and that config.json is this model's"
-            problem = f"{name}: no tensor of the source becomes it"
+            problem = f"{name}: no tensor of the source maps to it"
             raise ContradictionError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
 
 

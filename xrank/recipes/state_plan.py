@@ -87,7 +87,7 @@ def _check_choices(options: GatherOptions, choices: StateChoices) -> None:
     elif choices.layouts is not None and (choices.dp is not None or choices.tp is not None):
         problem = option("dp"), f"{option('layouts')} gives the cuts"
     elif choices.tag is not None and choices.to != "deepspeed-universal":
-        problem = option("tag"), "only DeepSpeed's files are in such a folder"
+        problem = option("tag"), "only DeepSpeed's checkpoints have tag folders"
     if problem is not None:
         name, why = problem
         raise UsageError(f"{name} does not go with {option('to', choices.to)}: {why}", next_step=f"leave {name} out")

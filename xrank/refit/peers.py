@@ -212,7 +212,7 @@ class PeerRank:
         self._offer = PeerOffer.from_description(rank, description)
         if self._offer.nbytes[-1:].tolist() != [STATUS_NBYTES]:
             raise CorruptError(
-                f"{role} does not describe its status",
+                f"{role} sent no valid status",
                 rank=rank,
                 got=f"views of {self._offer.nbytes[-3:].tolist()} bytes, not a last one of {STATUS_NBYTES}",
                 next_step="use the same version of xrank in both jobs",

@@ -41,7 +41,7 @@ def check_whole_every(whole_every: int | None, deltas: object) -> None:
     """Raise UsageError unless `whole_every` is None, or a number of versions that are written."""
     if whole_every is not None and (deltas is None or isinstance(whole_every, bool) or whole_every < 1):
         raise UsageError(
-            f"{option('whole_every')} is a number of versions",
+            f"{option('whole_every')} must be a number of versions",
             got=repr(whole_every) if deltas is not None else f"{whole_every!r} without {option('deltas')}",
             want=f"1 or more, with {option('deltas')}",
             next_step="give such a number, or leave it out",

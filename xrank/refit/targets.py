@@ -193,7 +193,8 @@ class LoaderTarget(ModuleTarget):
                     tensor=moved[0],
                     got=moved[2],
                     want=moved[1],
-                    next_step="create the engine's model again, and give its tensors with layouts=, or use iter_model",
+                    next_step="create the engine's model again, and describe its tensors with layouts=, or use "
+                    "iter_model",
                 )
         outputs = [copy.output for copy in recording.copies]
         whole = {}

@@ -105,7 +105,7 @@ class BucketPlace(Struct, frozen=True):
             what = "a repository of the Hub is written by one commit from a folder"
             next_step = f"give {option('out')} a folder, and upload it: hf upload {url.removeprefix('hf://')} FOLDER"
         elif place.scheme in WRITABLE:
-            what, next_step = "is a whole bucket, not a name for an output", f"give a new prefix, such as {url}/model"
+            what, next_step = "is a whole bucket, not a path for an output", f"give a new prefix, such as {url}/model"
         else:
             what = f"outputs are not written to {place.scheme}:// stores"
             next_step = f"choose another {option('out')}: s3://, gs:// or az://, or a folder"

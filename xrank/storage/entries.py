@@ -258,7 +258,7 @@ def _key_text(key: object, where: str) -> str:
 
 def _check_integer(value: int, where: str) -> None:
     if value.bit_length() >= 8 * MAX_INTEGER_NBYTES:
-        want = f"fewer than {8 * MAX_INTEGER_NBYTES:,} bits, or its digits as a text, for all readers of JSON"
+        want = f"fewer than {8 * MAX_INTEGER_NBYTES:,} bits, or a string of its digits, for all readers of JSON"
         raise UsageError(f"{where} is an integer of {value.bit_length():,} bits", want=want)
 
 

@@ -265,7 +265,7 @@ class FolderStage(Stage):
             try:
                 disk.move_new(self.path, place.path)
             except FileExistsError as error:
-                raise make_taken_error(place.path, "something else got its name while this gather ran") from error
+                raise make_taken_error(place.path, "another process created it while this gather ran") from error
             return None
         check_replaceable(place.path, replaces_states=self._replaces_states)
         if disk.exchange(self.path, place.path):

@@ -222,7 +222,7 @@ def read_manifest(path: str) -> dict[str, Any]:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
             next_step = "gather the model again, or copy the manifest again from a good copy"
-            what = f"{path} is not a manifest of xrank: not a regular file, or too large"
+            what = f"{path} is not a valid xrank manifest: not a regular file, or too large"
             raise CorruptError(what, file=path, next_step=next_step)
         return parse_manifest(file.read(), path)
 
@@ -237,7 +237,7 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
         _check_manifest(convert(manifest, _Manifest))
     except (ValueError, RecursionError) as error:
         next_step = "gather the model again; its manifest cannot be trusted"
-        what = f"{path} is not a manifest of xrank: {error}"
+        what = f"{path} is not a valid xrank manifest: {error}"
         raise CorruptError(what, file=path, got=str(error), next_step=next_step) from error
     result: dict[str, Any] = manifest
     return result

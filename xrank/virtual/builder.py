@@ -447,7 +447,10 @@ def _global_shape(shards: Sequence[Array], sharding: TensorSharding, mesh: Devic
     if len(set(kinds)) > 1:
         odd = next(number for number, kind in enumerate(kinds) if kind != kinds[0])
         raise LayoutError(
-            "shards of two kinds cannot be joined", rank=mesh.ranks[odd], got=f"a {kinds[odd]} array", want=kinds[0]
+            "shards of different array types cannot be joined",
+            rank=mesh.ranks[odd],
+            got=f"a {kinds[odd]} array",
+            want=kinds[0],
         )
     sharding.check(mesh, specs[0].shape)
     shape = []

@@ -284,7 +284,8 @@ class LinkModel:
                 "a link model plays programs",
                 got=type(given).__qualname__,
                 want="the programs of all devices",
-                next_step="let the operation make them: operation.compile(mesh, activation_specs, parameter_specs)",
+                next_step="compile the operation to get them: operation.compile(mesh, activation_specs, "
+                "parameter_specs)",
             )
         return _Play(self, check_algorithm(algorithm)).run(programs)
 

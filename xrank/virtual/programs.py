@@ -458,7 +458,7 @@ def _misuse(program: Program, number: int, name: str, does: str, but: str) -> Us
         f"device {program.device}: instruction {number} {does} the register {name!r}, {but}",
         tensor=name,
         rank=program.device,
-        want="each register written once, before it is read",
+        want="instructions that write each register once, before it is read",
     )
 
 

@@ -88,7 +88,7 @@ def test_layers_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "layout.toml"
     file.write_text('[mesh]\ngrid = "pp=2"\n[tensors]\n"layers.{80/pp}.up" = "[8, 8]"\n"norm" = "[8]"\n')
     assert len(survey_layouts(read_layouts_on(str(file), "pp=4"), str(file), "F32")[0].tensors) == 81
-    with pytest.raises(LayoutError, match=r"'layers\.\{80/pp\}\.up' fits no tensor: .*80 does not divide by 7"):
+    with pytest.raises(LayoutError, match=r"'layers\.\{80/pp\}\.up' fits no tensor: .*80 is not divisible by 7"):
         survey_layouts(read_layouts_on(str(file), "pp=7"), str(file), "F32")
 
 

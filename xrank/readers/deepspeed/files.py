@@ -56,8 +56,8 @@ UNIVERSAL_STAGES = Unread(
 AUTO_EXPERTS = Unread(
     "the experts of AutoEP",
     "the joined shards of each expert",
-    "load it in a job of as many ranks, and call xrank.export_model on each of them, with a state dict that has its "
-    "experts under their numbers in the whole model",
+    "load it in a job with the same number of ranks, and call xrank.export_model on each of them, with a state dict "
+    "that names the experts by their global index",
 )
 
 

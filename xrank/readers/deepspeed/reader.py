@@ -566,11 +566,11 @@ def assemble(
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found and name not in absent:
             error = state.origin.contradiction(
-                f"lists {name}, but the checkpoint contains no weights of it",
+                f"lists {name}, but the checkpoint contains no data for it",
                 "an empty tensor" if name in state.module else "nothing",
                 "trained weights in a partition, a frozen piece, or a tie to another parameter",
-                "save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
-                "parameter frozen or given to the optimizer: stage 3 saves no others",
+                "save again with a newer DeepSpeed, without exclude_frozen_parameters, and with every parameter "
+                "either frozen or in the optimizer: stage 3 saves no others",
                 tensor=name,
             )
             faults.add(error)
@@ -812,8 +812,8 @@ def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
     if any(list(undo_dealing(group, num_ranks)) != list(group) for group in groups):
         raise modules.state.origin.usage(
             f"was trained with {DEALS}, and ds_to_universal.py mixes up the parameters of such runs",
-            f"parameters dealt to {num_ranks} ranks; their files in zero/ contain elements of others",
-            "a checkpoint that was not made universal",
+            f"parameters dealt to {num_ranks} ranks; their files in zero/ contain other parameters' elements",
+            "a checkpoint that was not converted to universal",
             f"gather the checkpoint from which {files.tag} was made",
         )
 

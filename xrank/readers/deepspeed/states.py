@@ -133,7 +133,8 @@ def _read_partitions(files: CheckpointFiles, content: Content, records: Records)
 def _list_states(base: object, count: int, origin: Origin) -> list[dict[str, object]]:
     """Return the state of each group or sub-group; empty ones before the first step."""
     if isinstance(base, list):  # stage_1_and_2.py: _get_base_optimizer_state
-        problem, want = "was saved with elastic_checkpoint, which leaves the options out", "the optimizer's groups"
+        problem = "was saved with elastic_checkpoint, which omits the optimizer's options"
+        want = "the optimizer's groups"
         step = "load it with DeepSpeed, and save it again without elastic_checkpoint"
         raise origin.usage(problem, f"the states of {plural(len(base), 'group')}", want, step)
     state = check_table(base, "the optimizer's state", origin).get("state")

@@ -331,7 +331,7 @@ class HfFolderReader:
             with suppress(XrankError):  # a damaged index, in a folder without weights, is of no model
                 if _list_model_files(path) or read_facts(path) is not None:
                     return None
-        return "no *.safetensors of whole tensors in it"
+        return "no *.safetensors file with whole tensors in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""

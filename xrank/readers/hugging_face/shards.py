@@ -285,7 +285,7 @@ def _proof_error(
             "; or ".join(["all files of every rank", *wants]),
             f"copy the missing file into the folder; if the rank had no piece for it, {remedy}",
         )
-    remedy += f", or state the number of ranks that saved with {option('world_size', metavar='N')}"
+    remedy += f", or give the number of ranks that saved it with {option('world_size', metavar='N')}"
     problem = "the format records no global shapes, so it is unknown whether all ranks' pieces are present"
     return LayoutError(
         loose.message if loose is not None else f"{list_text(unproven, 3)}: {problem}",

@@ -160,7 +160,7 @@ def _megatron_tensors(
     if layouts is not None and not isinstance(model, list | tuple):
         return None
     raise LayoutError(
-        "Megatron cut the module, but the layout of its ranks is unknown",
+        "Megatron sharded the module, but the mesh of its ranks is unknown",
         rank=rank,
         got=f"{world_size} ranks, no mesh",
         want="a mesh with axes among tp, pp, ep, etp, dp and cp",
@@ -286,11 +286,11 @@ def _parse(text: str, rank: int) -> dict[str, Any]:
 
     def fail(fault: str) -> CorruptError:
         return CorruptError(
-            f"rank {rank} does not describe its tensors",
+            f"rank {rank} sent no valid description of its tensors",
             rank=rank,
             got=fault,
             want="a record, views, tensors and aliases",
-            next_step="give all ranks the same version of xrank",
+            next_step="use the same version of xrank on all ranks",
         )
 
     whole = Entry.parse(text, fail, is_bounded=False)

@@ -442,7 +442,7 @@ def _check_sizes(chunks: Sequence[torch.nn.Module], mesh: MegatronMesh, rank: in
             if type(size) is int and size != length and is_used:
                 raise rank_error(
                     rank,
-                    f"mesh= is not that of the module's config: {CONFIG_SIZES[axis]} differs",
+                    f"mesh= does not match the module's config: {CONFIG_SIZES[axis]} differs",
                     f"{axis}={length}",
                     f"{axis}={size}",
                     "give the mesh of the run, or none if Megatron's process groups are initialized",
