@@ -840,8 +840,8 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("content", "kind", "match"),
         [
-            ({"r": 4}, UsageError, "says no lora_alpha"),
-            ({}, UsageError, "says no r and no lora_alpha"),
+            ({"r": 4}, UsageError, "has no lora_alpha"),
+            ({}, UsageError, "has no r and no lora_alpha"),
             ({"r": 4, "lora_alpha": 8, "peft_type": "LOHA"}, UsageError, "is not a LoRA configuration"),
             ({"r": "4", "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
             ({"r": True, "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),

@@ -154,7 +154,7 @@ FOLLOWED: Mapping[str, str] = {
     r"let all ranks of the world take part|set (layer_number|the attributes that Megatron's).*": MEGATRON,
     r"without ep, where every rank holds all experts": MEGATRON,
     r"export the (chunks as Megatron makes them|part that has a decoder of its own, .*)": MEGATRON,
-    r"give (layouts= with this tensor's rule.*|the axes of mesh= Megatron's names)|dp is for replicas": MEGATRON,
+    r"give layouts= with this tensor's rule.*|rename the axes of mesh= to Megatron's|dp is for replicas": MEGATRON,
     r"materialize the module .*|on its final device": (
         "commands/test_load.py::test_modules_that_cannot_be_filled_are_refused"
     ),
