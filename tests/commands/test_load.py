@@ -144,8 +144,8 @@ def test_casts_to_the_modules_type_and_reads_nothing_twice(tmp_path):
         (lambda t: t.update(extra=torch.ones(2)), "extra: no rank has such a tensor", "extra only in the source"),
         (lambda t: t.update({"up.bias": torch.ones(13)}), "up.bias: its shape differs from", "[12] in the module"),
         (lambda t: t.update({"odd.bias": torch.ones(5, 1)}), "odd.bias: its shape differs from", "[5] in the module"),
-        (lambda t: t.update(steps=torch.tensor(7, dtype=torch.int32)), "steps: I32 of the source", "I64 in the module"),
-        (lambda t: t.update({"up.bias": torch.ones(12).long()}), "up.bias: I64 of the source", "F32 in the module"),
+        (lambda t: t.update(steps=torch.tensor(7, dtype=torch.int32)), "steps: I32 in the source", "I64 in the module"),
+        (lambda t: t.update({"up.bias": torch.ones(12).long()}), "up.bias: I64 in the source", "F32 in the module"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_before_a_byte_is_written(tmp_path, change, message, got):

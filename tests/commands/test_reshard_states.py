@@ -381,7 +381,7 @@ def test_foreign_optimizers_and_mixed_steps_leave_nothing(tmp_path: Path) -> Non
     [
         ({"to": "dcp", "dtype": "bf16"}, "a training state keeps its values"),
         ({"to": "deepspeed-universal", "dp": 2}, "DeepSpeed cuts a universal checkpoint while it loads"),
-        ({"to": "dcp", "tag": "x"}, "only DeepSpeed's files"),
+        ({"to": "dcp", "tag": "x"}, "only DeepSpeed's checkpoints"),
         ({"to": "dcp", "dp": 0}, "an axis has no place"),
         ({"to": "dcp", "optimizer": "Adam"}, "is a state of AdamW, not of Adam"),
         ({"to": "megatron"}, "must be one of workspace, dcp"),

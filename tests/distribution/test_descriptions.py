@@ -240,7 +240,7 @@ def test_tensors_are_checked_and_stay_whole():
     ):
         with pytest.raises(ValueError, match=message):
             distribute_tensor(tensor, layout)
-    with pytest.raises(ValueError, match="does not divide"):
+    with pytest.raises(ValueError, match="is not divisible"):
         distribute_tensor(torch.ones(4, 6), TensorLayout((None, "model"), MESH))
 
 

@@ -187,7 +187,7 @@ def test_parameters_that_were_not_gathered_cannot_run_or_be_saved() -> None:
     ddp, wire = _wrap(config)
     loss_of(ddp(batch_of())).backward()
     ddp.finish_grad_sync()
-    with pytest.raises(GradientError, match=r"layers\.0\.weight: its shards may have been stepped"):
+    with pytest.raises(GradientError, match=r"layers\.0\.weight: its shards may have been updated"):
         ddp(batch_of())  # the schedule decides when they are gathered
     with pytest.raises(GradientError, match="were not gathered"):
         ddp.state_dict()

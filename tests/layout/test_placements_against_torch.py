@@ -369,7 +369,7 @@ def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
         ("[f/~tp/~dp, h]", None, "depends on its size"),
         ("[f/~tp/dp, h]", None, "depends on its size"),
         ("[f/~tp/~dp, h]", (7, 1), "torch's own split"),
-        ("[f/tp/dp, h]", (8, 1), "does not divide"),
+        ("[f/tp/dp, h]", (8, 1), "is not divisible"),
         ("[f/tp, h]", (4,), "does not fit the shape"),
         ("[5/tp, h]", (6, 1), "does not fit the shape"),
         ("[f/ep, h]", None, "Invalid axis names"),

@@ -280,7 +280,7 @@ def test_numbers_of_an_uneven_grid():
 @pytest.mark.parametrize(
     ("text", "shape", "count", "message"),
     [
-        ("[f/tp, h]", (3, 2), 0, "does not divide"),
+        ("[f/tp, h]", (3, 2), 0, "is not divisible"),
         ("[f/tp, h]", (4,), 0, "does not fit the shape"),
         ("[f/ep, h]", (4, 2), 0, "Invalid axis names"),
         ("[f/tp, h]", (4, 2), 3, "3 axes cannot be prepended"),

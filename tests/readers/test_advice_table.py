@@ -159,7 +159,7 @@ FOLLOWED: Mapping[str, str] = {
         "commands/test_load.py::test_modules_that_cannot_be_filled_are_refused"
     ),
     r"give a state dict of DTensors .*|make FSDP .*|export from a checkpoint .*": ANOTHER,
-    r"give the folder with the weights|if this is where they belong, .*": (
+    r"give the folder with the weights|if they belong here, .*": (
         "readers/test_foreign_kinds.py::test_folder_without_weights_is_named"
     ),
     r"use the same version of xrank on all ranks": NOTHING,

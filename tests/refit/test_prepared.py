@@ -75,5 +75,5 @@ def test_an_engine_without_scales_of_its_own_is_refused(tmp_path: Path) -> None:
         xrank.take_weights(target, tmp_path) as weights,
     ):
         offer.publish(1)
-        with pytest.raises(UsageError, match="w: F8_E4M3 of the source does not become BF16"):
+        with pytest.raises(UsageError, match="w: F8_E4M3 in the source cannot be converted to BF16"):
             weights.update(timeout_seconds=5)
