@@ -80,5 +80,5 @@ def test_meshes(as_array):
 
 @pytest.mark.parametrize("device", ["cpu:", "cpu:x", None])
 def test_a_device_without_a_number_is_refused(device):
-    with pytest.raises(LayoutError, match="is not (a rank|an integer)"):
+    with pytest.raises(LayoutError, match=r"is not (a rank|an integer)"):
         describe_keras_mesh(SimpleNamespace(shape=(1,), axis_names=("a",), devices=[device]))
