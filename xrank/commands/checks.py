@@ -24,7 +24,7 @@ from xrank.layout.stored_model import RecordedHash
 from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.storage import places
-from xrank.storage.manifest import MANIFEST_NAME, read_manifest
+from xrank.storage.manifest import COPY_AGAIN, MANIFEST_NAME, make_damage_error, read_manifest
 from xrank.storage.places import digest_plain_file
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from xrank.layout import LayoutMap
     from xrank.recipes.decision import FolderPlan
     from xrank.recipes.found_source import BaseModel
-
-COPY_AGAIN = "gather the model again, or copy the file again from a good copy"
-_OR_FORGET = f"if another program was to change the weights, delete {MANIFEST_NAME}"
 
 
 class Verdict(Struct, frozen=True, eq=False):
@@ -196,13 +193,6 @@ def _check_digests(
             raise make_damage_error(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
     if digest_text(digests.digest) != listed[digests.name]["digest"]:
         raise make_damage_error(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
-
-
-def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
-    """Return the error for a file of a model, or a tensor in it, whose digest is not the manifest's."""
-    what = f"{tensor or file}: its bytes differ from those that were gathered" + (f" ({file})" if tensor else "")
-    step = f"{COPY_AGAIN}; {_OR_FORGET}"
-    return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=step)
 
 
 def make_absence_error(path: str, file: str) -> IncompleteError:

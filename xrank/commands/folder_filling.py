@@ -38,6 +38,7 @@ from xrank.storage.manifest import (
     ManifestSource,
     ManifestTensor,
     ManifestVersion,
+    make_damage_error,
     manifest_blocks,
     read_manifest,
     tensor_line,
@@ -173,19 +174,17 @@ def _compare_source(plan: Plan, tensors: Sequence[tuple[TensorPlan, FileDigests]
     path = os.path.join(source.path, MANIFEST_NAME)
     if source.format != "safetensors" or source.recipe is not None or not places.exists(path):
         return
-    listed, records = read_manifest(path)["tensors"], source.records
+    listed, records, quantized = read_manifest(path)["tensors"], source.records, {*source.records.quantized}
     # A base model may have filled some in, and quantized ones are decoded.
     own = [os.path.dirname(file.path) == source.path for file in source.files]
     for tensor, digests in tensors:
         output, got = tensor.output, digest_text(digests.tensors[tensor.output.name])
         want, used = listed.get(output.name), tensor.copies.record
         is_changed = tensor.changed or tensor.update is not None or tensor.source_dtype != output.dtype
-        is_changed = is_changed or output.is_padded or not {*records.quantized}.isdisjoint(used.tolist())
+        is_changed = is_changed or output.is_padded or not quantized.isdisjoint(used.tolist())
         if want is None or is_changed or not all(own[file] for file in records.file[used].tolist()):
             continue
         if (want["dtype"], tuple(want["shape"])) == (output.dtype, output.shape) and want["digest"] != got:
-            from xrank.commands.checks import make_damage_error  # most gathers find no damage
-
             raise make_damage_error(source.path, want["file"], output.name, got, want["digest"])
 
 

@@ -40,7 +40,7 @@ class NestTable(Struct, frozen=True, eq=False):
 
     @classmethod
     def in_order(cls, num_elements: int) -> NestTable:
-        """Return the one nest of so many elements in their order; no nest if there are none.
+        """Return the single nest of a row of elements in order; no nest if the row is empty.
 
         Example:
             >>> NestTable.in_order(6).to_nests(), len(NestTable.in_order(0))

@@ -22,6 +22,7 @@ from xrank.storage.output_place import MANIFEST_NAME
 
 __all__ = ["MANIFEST_NAME"]
 
+COPY_AGAIN = "gather the model again, or copy the file again from a good copy"
 DIGEST_ALGORITHM = (
     "xxh3: XXH3-128 of the XXH3-128 digests of a tensor's 64 KiB blocks, and for a file of its header and its tensors' "
     "digests; xxh128: XXH3-128 of a file's bytes"
@@ -202,6 +203,13 @@ def manifest_blocks(
                 yield b"".join(block)
                 block, nbytes = [], 0
     yield b"".join([*block, b"\n}\n"])
+
+
+def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
+    """Return the error for a file of a model, or a tensor in it, whose digest is not the manifest's."""
+    what = f"{tensor or file}: its bytes differ from those that were gathered" + (f" ({file})" if tensor else "")
+    step = f"{COPY_AGAIN}; if another program was to change the weights, delete {MANIFEST_NAME}"
+    return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=step)
 
 
 def read_manifest(path: str) -> dict[str, Any]:
