@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -204,3 +205,16 @@ def test_routers_stay_in_float32(tmp_path: Path) -> None:
     assert {name for name, tensor in held.items() if tensor.dtype == torch.float32} == {
         f"decoder.layers.{i}.mlp.router.weight" for i in range(2)
     }
+
+
+def test_sizes_that_config_json_lacks_are_noted(tmp_path: Path) -> None:
+    model = tiny("llama")
+    torch.save(as_torchtitan(model), tmp_path / "model.pt")
+    whole = model.config.to_dict()
+    for config, lacking in ((whole, []), ({k: v for k, v in whole.items() if k != "hidden_size"}, ["hidden_size"])):
+        (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+        report = gather_checkpoint(tmp_path / "model.pt", tmp_path / f"out-{len(lacking)}")
+        told = [text for code, text in report.notes if code == "config-keys"]
+        assert told == [
+            f"config.json has no {key} ({whole[key]}): transformers takes its own defaults instead" for key in lacking
+        ]
