@@ -14,7 +14,7 @@ import torch
 
 from tests.cli.bench import run
 from tests.recipes.made_checkpoints import as_megatron, as_torchtitan, saved, tiny
-from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
+from xrank import NFSWorkspace, gather_checkpoint, inspect, reshard_checkpoint
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 
 pytestmark = pytest.mark.timeout(120)
@@ -218,3 +218,13 @@ def test_sizes_that_config_json_lacks_are_noted(tmp_path: Path) -> None:
         assert told == [
             f"config.json has no {key} ({whole[key]}): transformers takes its own defaults instead" for key in lacking
         ]
+
+
+def test_an_inspection_offers_no_command_that_ends_with_the_same_refusal(tmp_path: Path) -> None:
+    torch.save(as_torchtitan(tiny("llama")), tmp_path / "model.pt")
+    details = inspect(tmp_path / "model.pt").details
+    (problem,) = details["problems"]
+    assert problem["type"] == "UsageError" and problem["want"] == "one recipe"
+    assert details["commands"] == []
+    with pytest.raises(UsageError):
+        gather_checkpoint(tmp_path / "model.pt", tmp_path / "out", salvage=True)
